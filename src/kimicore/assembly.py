@@ -1,0 +1,116 @@
+"""Building an engine from a model's name and settings: everything that needs torch is imported from here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from kimicore.book import Book
+from kimicore.clock import MonotonicClock
+from kimicore.config import EngineConfig
+from kimicore.errors import ConfigError, ModelLoadError
+from kimicore.kernels.registry import select_ops
+from kimicore.kv.arena import Arena
+from kimicore.loop import EngineLoop
+from kimicore.memory import available_bytes
+from kimicore.model.load import open_source
+from kimicore.model.spec import ModelSpec, kv_classes, spec_from_config
+from kimicore.model.transformer import Transformer
+from kimicore.plan import Planner
+from kimicore.prefix import KeyContext
+from kimicore.runner import ModelRunner
+from kimicore.text.tokenizer import Tokenizer
+from kimicore.types import KVClass
+
+if TYPE_CHECKING:
+    from kimicore.model.source import WeightSource
+
+__all__ = ["assemble", "choose_dtype"]
+
+DEFAULT_KV_BYTES = 1 << 30
+DEFAULT_KV_SHARE = 0.25
+
+Progress = Callable[[str, int, int], None]
+
+
+def assemble(model: str | os.PathLike[str], config: EngineConfig, progress: Progress | None) -> EngineLoop:
+    """Load ``model`` and return its engine, not yet started."""
+    source = open_source(model, progress=progress)
+    spec = spec_from_config(source.config)
+    dtype = choose_dtype(config.dtype)
+    tokenizer = Tokenizer.from_source(source.text)
+    if tokenizer.vocab_size > spec.vocab_size:
+        raise ModelLoadError(
+            f"{source.path}: the tokenizer has {tokenizer.vocab_size} tokens and the model {spec.vocab_size}"
+        )
+    classes = kv_classes(spec, str(dtype).removeprefix("torch."), config.block_tokens)
+    arena = _arena(classes, config)
+    ops = select_ops("cpu", dtype, native=config.native_kernels)
+    transformer = Transformer.load(spec, source, ops, dtype, progress, known_tokens=tokenizer.vocab_size)
+    runner = ModelRunner(transformer, arena, ops, config.block_tokens)
+    dynamic = any(one.kind == "dynamic" for one in spec.ropes)
+    book = Book.from_config(
+        classes=classes,
+        slab_bytes=arena.slab_bytes,
+        slabs=arena.slabs,
+        config=config,
+        contexts=_contexts(classes, spec, source, tokenizer, dtype),
+        rope_original_tokens=spec.trained_tokens if dynamic else None,
+    )
+    return EngineLoop(
+        book=book,
+        planner=Planner.from_config(config),
+        runner=runner,
+        tokenizer=tokenizer,
+        config=config,
+        clock=MonotonicClock(),
+        context_tokens=spec.context_tokens,
+        set_threads=_set_threads,
+    )
+
+
+def _set_threads(count: int) -> int:
+    """Set torch's thread count and return the one before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    return before
+
+
+def choose_dtype(name: str) -> torch.dtype:
+    """Return the dtype for ``name``; "auto" is bfloat16 where the processor multiplies it natively, else float32."""
+    if name == "auto":
+        native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        return torch.bfloat16 if native else torch.float32
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"dtype={name!r}: must be auto, float32, bfloat16 or float16")
+    return dtype
+
+
+def _arena(classes: Sequence[KVClass], config: EngineConfig) -> Arena:
+    wanted = config.kv_device_bytes
+    available = available_bytes()
+    if wanted is None:
+        wanted = min(DEFAULT_KV_BYTES, int(available * DEFAULT_KV_SHARE))
+    elif wanted > available:
+        raise ConfigError(f"kv_device_bytes={wanted}: only {available} bytes of memory are available")
+    return Arena(classes, wanted)
+
+
+def _contexts(
+    classes: Sequence[KVClass], spec: ModelSpec, source: WeightSource, tokenizer: Tokenizer, dtype: torch.dtype
+) -> tuple[KeyContext, ...]:
+    """Return per KV class everything that its blocks' bytes depend on beside tokens and tenant."""
+    weights = f"{source.fingerprint} {dtype}".encode()
+    return tuple(
+        KeyContext(
+            weights=weights,
+            tokenizer=tokenizer.version,
+            kv_class=f"{one.name} {one.layers} {one.window} {one.dtype} {one.shape}".encode(),
+            rope=repr(spec.ropes).encode(),
+        )
+        for one in classes
+    )

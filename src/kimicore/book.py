@@ -1,0 +1,335 @@
+"""All requests of an engine and their legal state changes: the face of the decide tower.
+
+The book is the only one that changes a request: ``submit``, ``cancel`` and ``expire`` from outside, ``bind`` and
+``commit`` around each step. It knows neither clocks nor devices; the time is handed in. It is used from one thread.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+from struct import error as StructError
+
+from kimicore.admission import Capacity, HeldBlocks, limits_of
+from kimicore.config import EngineConfig
+from kimicore.contracts import MemoryView, RowView, StepLimits, StepView
+from kimicore.errors import ConfigError, InvalidRequest, Overloaded, PromptTooLong, RequestTimeout
+from kimicore.ledger import Ledger
+from kimicore.plugins import resolve
+from kimicore.prefix import BlockKeys, KeyContext, joined
+from kimicore.requests import Event, Failed, NewRequest, Request
+from kimicore.roster import Roster
+from kimicore.steps import Steps
+from kimicore.types import BoundStep, EngineStats, KVClass, StepPlan, StepResult
+
+__all__ = ["Book"]
+
+LOOKS = 32  # waiting requests whose cached prefix is looked up anew when the cache has changed
+
+
+class Book:
+    """The requests of one engine.
+
+    ``ledger``: the blocks. ``keys``: names contents. ``contexts``: per KV class what its blocks depend on (the
+    salt is each request's). ``limits``: budgets that the views carry. ``max_waiting``: requests that may wait.
+    ``rope_original_tokens``: with a dynamic rope, the length from which its factor grows; the prompt's length fixes it.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        keys: BlockKeys,
+        contexts: Sequence[KeyContext],
+        limits: StepLimits,
+        *,
+        max_waiting: int = 4096,
+        rope_original_tokens: int | None = None,
+    ) -> None:
+        if len(contexts) != len(ledger.classes):
+            raise ValueError("one context per KV class is needed")
+        self.ledger = ledger
+        self.limits = limits
+        self.max_waiting = max_waiting
+        self.capacity_tokens = Capacity(ledger).tokens
+        """Longest request, prompt and output, that the arena holds when it has it alone."""
+        if self.capacity_tokens < 2:
+            raise ConfigError(f"a KV arena of {ledger.bytes_total} bytes does not hold a block of each class; raise it")
+        self._keys = keys
+        self._contexts = tuple(contexts)
+        self._rope_original_tokens = rope_original_tokens
+        self._roster = Roster(ledger)
+        self._steps = Steps(self._roster)
+        self._deadlines: list[tuple[float, int]] = []
+        self._now_s = 0.0
+
+    @classmethod
+    def from_config(
+        cls,
+        *,
+        classes: Sequence[KVClass],
+        slab_bytes: int,
+        slabs: int,
+        config: EngineConfig,
+        contexts: Sequence[KeyContext],
+        rope_original_tokens: int | None = None,
+        secret: bytes | None = None,
+    ) -> Book:
+        """Return a book with the ledger and the policies that the settings name.
+
+        ``slab_bytes``, ``slabs``: the arena, slab 0 included. ``secret``: keys the block names (None draws one).
+        """
+        eviction = resolve("eviction", config.eviction)
+        ledger = Ledger(classes, slab_bytes, slabs, config.block_tokens, eviction)
+        return cls(
+            ledger,
+            BlockKeys(config.block_tokens, secret),
+            contexts,
+            limits_of(config),
+            max_waiting=config.max_waiting,
+            rope_original_tokens=rope_original_tokens,
+        )
+
+    # ------------------------------------------------------------ from outside
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request lives."""
+        return not self._roster.requests
+
+    def fits(self, prompt_tokens: int, limit_tokens: int) -> bool:
+        """Return whether such a request could ever run."""
+        return 0 < prompt_tokens <= limit_tokens <= self.capacity_tokens
+
+    def check_fits(self, prompt_tokens: int, limit_tokens: int) -> None:
+        """Raise InvalidRequest or PromptTooLong, with the figures, where such a request could never run."""
+        if prompt_tokens < 1:
+            raise InvalidRequest("the prompt is empty; at least one token is needed")
+        if limit_tokens < prompt_tokens:
+            raise InvalidRequest(f"limit_tokens={limit_tokens} is under the prompt's {prompt_tokens} tokens")
+        if limit_tokens > self.capacity_tokens:
+            raise PromptTooLong(
+                f"the prompt has {prompt_tokens} tokens, {limit_tokens} with its output, and the KV arena holds "
+                f"{self.capacity_tokens}; shorten it, lower max_tokens or raise kv_device_bytes",
+                prompt_tokens=prompt_tokens,
+                limit_tokens=self.capacity_tokens,
+            )
+
+    def submit(self, new: NewRequest, now_s: float) -> None:
+        """Take a request; see :meth:`submit_all`."""
+        self.submit_all((new,), now_s)
+
+    def submit_all(self, group: Sequence[NewRequest], now_s: float) -> None:
+        """Take all of these requests or none; a leader comes before those that it leads.
+
+        Raises Overloaded where more would wait than may, InvalidRequest where one could never run.
+        """
+        roster = self._roster
+        for new in group:
+            self.check_fits(len(new.prompt), new.limit_tokens)
+            if new.number in roster.requests:
+                raise ValueError(f"request {new.number} is there already")
+        waiting = len(roster.requests) - len(roster.running)
+        if waiting + len(group) > self.max_waiting:
+            roster.counts["refused"] += len(group)
+            retry_after_s = roster.traffic.retry_after_s(max(1, self.max_waiting // 10))
+            raise Overloaded(
+                f"{waiting} requests wait and max_waiting={self.max_waiting}; try again in {retry_after_s:.2f} s",
+                retry_after_s=retry_after_s,
+            )
+        made = [self._make(new) for new in group]
+        for request in made:
+            if request.new.deadline_s is not None:
+                heappush(self._deadlines, (request.new.deadline_s, request.number))
+            roster.enter(request, now_s)
+        if len(self._deadlines) > 2 * len(roster.requests) + 64:
+            self._deadlines = [one for one in self._deadlines if one[1] in roster.requests]
+            heapify(self._deadlines)
+
+    def _make(self, new: NewRequest) -> Request:
+        group = new.number if new.leader is None else new.leader
+        salt = joined(new.salt) if new.use_cache else joined(new.salt, b"private", str(group).encode())
+        length, original = len(new.prompt), self._rope_original_tokens
+        rope = None if original is None or length <= original else str(length).encode()
+        chains = self._keys.chains(self._contexts, salt, rope)
+        try:
+            for chain in chains:
+                chain.extend(new.prompt, length // self.ledger.block_tokens)
+        except StructError as error:
+            raise InvalidRequest(f"the prompt holds something that is no token id: {error}") from error
+        return Request(new, chains, group)
+
+    def cancel(self, number: int) -> bool:
+        """End a request without an answer; False where it has ended already.
+
+        Its blocks are free at once, or when the step that is running with it is committed.
+        """
+        request = self._roster.requests.get(number)
+        if request is None or request.cancelled:
+            return False
+        self._roster.counts["cancelled"] += 1
+        self._roster.abandon(request)
+        return True
+
+    def expire(self, now_s: float) -> list[Event]:
+        """End the requests whose deadline has passed, wherever they are, and return what there is to tell."""
+        self.ledger.now_s = self._now_s = now_s
+        roster = self._roster
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            deadline_s, number = heappop(self._deadlines)
+            request = roster.requests.get(number)
+            if request is None or request.cancelled:
+                continue
+            roster.counts["timed_out"] += 1
+            allowed_s = deadline_s - request.new.arrived_s
+            where = f"after {request.generated} tokens" if request.generated else f"while {request.state}"
+            roster.events.append(Failed(number, RequestTimeout(f"not finished within {allowed_s:.3f} s: {where}")))
+            roster.abandon(request)
+        return self.take_events()
+
+    def next_deadline_s(self) -> float | None:
+        """Return when :meth:`expire` may next have something to do, or None."""
+        while self._deadlines and self._deadlines[0][1] not in self._roster.requests:
+            heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def fail_all(self, error: BaseException) -> list[Event]:
+        """End every request with ``error`` and give all blocks back; for when a step failed."""
+        self._steps.bound = None
+        for request in list(self._roster.requests.values()):
+            request.in_flight = False
+            if request.cancelled:
+                self._roster.leave(request, forget=True)
+            else:
+                self._roster.fail(request, error)
+        return self.take_events()
+
+    def take_events(self) -> list[Event]:
+        """Return what happened outside of a commit (requests that needed no step, preemptions) and was not told yet."""
+        events, self._roster.events = self._roster.events, []
+        return events
+
+    # ------------------------------------------------------------ a step
+
+    def view(self, now_s: float) -> StepView:
+        """Return everything that a plan is made from; rows that did not change are the same objects as before."""
+        self.ledger.now_s = self._now_s = now_s
+        roster = self._roster
+        self._look_again()
+        if roster.waiting_view is None:
+            rows = [request.view() for request in roster.waiting.values()]
+            roster.waiting_view = tuple(sorted(rows, key=_arrival))
+        running = tuple([one.view() for one in roster.running.values() if not one.in_flight])
+        slabs = self.ledger.slabs
+        kinds = range(len(slabs.per_slab))
+        spare = tuple([slabs.spare(kind) for kind in kinds])
+        memory = MemoryView(self.ledger.block_tokens, self.ledger.windows, spare, slabs.per_slab, slabs.usable)
+        free = tuple([spare[kind] + slabs.usable * slabs.per_slab[kind] for kind in kinds])
+        held = HeldBlocks(roster.running, self.ledger)
+        return StepView(now_s, running, roster.waiting_view, self.limits, free, held, memory, roster.solo)
+
+    def _look_again(self) -> None:
+        """Look up the cached prefix of the first waiting requests, where the cache has changed since the last look."""
+        roster = self._roster
+        for count, request in enumerate(roster.waiting.values()):
+            if count == LOOKS:
+                break
+            if request.seen_at == roster.cache_age:
+                continue
+            request.seen_at = roster.cache_age
+            blocks = roster.hit(request)
+            shared = self.ledger.shared(request.chains, blocks) if blocks else ()
+            cached = blocks * self.ledger.block_tokens
+            if cached != request.cached or shared != request.shared:
+                request.cached, request.shared = cached, shared
+                request.row_view = roster.waiting_view = None
+
+    def bind(self, plan: StepPlan) -> BoundStep:
+        """Carry out a plan's memory side and return the step with block numbers.
+
+        The plan must be of the last view, with nothing but ``submit`` and ``cancel`` in between. Rows for which
+        memory turned out too short are left out (after lower-ranked ones gave way to running ones), a row's start is
+        where its cache hit really ends, and a request that is gone is skipped. A step without rows needs neither a
+        run nor a commit; the next view has rows again. Raises ValueError where the step before was not committed.
+        """
+        return self._steps.bind(plan, self._now_s)
+
+    def commit(self, step: BoundStep, result: StepResult, now_s: float) -> list[Event]:
+        """Take in a step's result: advance, seal, finish, free; return what there is to tell, in order.
+
+        Raises ValueError where ``step`` is not the bound one or the result does not match it; that step has failed.
+        """
+        self.ledger.now_s = self._now_s = now_s
+        self._steps.commit(step, result, now_s)
+        return self.take_events()
+
+    # ------------------------------------------------------------ looking
+
+    def stats(self, step_s: float = 0.0, policy_faults: int = 0) -> EngineStats:
+        """Return counters and gauges; ``step_s`` and the faults of other policies than eviction are the caller's."""
+        roster, counts, blocks = self._roster, self._roster.counts, self.ledger.counts()
+        return EngineStats(
+            requests_running=len(roster.running),
+            requests_waiting=len(roster.requests) - len(roster.running),
+            requests_finished=counts["finished"],
+            requests_cancelled=counts["cancelled"],
+            requests_timed_out=counts["timed_out"],
+            requests_failed=counts["failed"],
+            requests_refused=counts["refused"],
+            preemptions=counts["preemptions"],
+            steps=counts["steps"],
+            prompt_tokens=counts["prompt_tokens"],
+            cached_tokens=counts["cached_tokens"],
+            completion_tokens=counts["completion_tokens"],
+            recomputed_tokens=counts["recomputed_tokens"],
+            padded_tokens=counts["padded_tokens"],
+            kv_blocks_used=blocks.used,
+            kv_blocks_cached=blocks.cached,
+            kv_blocks_free=blocks.free,
+            kv_blocks_total=blocks.total,
+            kv_bytes_total=self.ledger.bytes_total,
+            evicted_blocks=self.ledger.evicted_blocks,
+            step_s=step_s,
+            policy_faults=policy_faults + self.ledger.faults.count,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError where requests, queues and blocks do not agree; also between bind and commit."""
+        roster = self._roster
+        held: list[Counter[int]] = [Counter() for _ in self.ledger.classes]
+        size = self.ledger.block_tokens
+        for number, request in roster.requests.items():
+            places = (number in roster.waiting) + (number in roster.running) + (request.held_by is not None)
+            assert number == request.number
+            assert places == 1
+            known = len(request.known)
+            assert 0 <= request.computed <= known
+            assert known + request.pending <= max(request.limit, known)
+            assert request.generated == known - request.prompt_tokens
+            assert known <= request.limit
+            if request.state == "running":
+                assert request.cached <= request.computed
+                assert all(len(table) * size >= request.computed for table in request.tables)
+            else:
+                assert not request.in_flight
+                assert not request.computed
+                assert not any(request.tables)
+            assert request.sealed == request.computed // size
+            for kind, table in enumerate(request.tables):
+                live = request.live[kind]
+                assert not any(table[:live])
+                assert all(table[live:])
+                assert len(set(table[live:])) == len(table) - live
+                held[kind].update(table[live:])
+            if request.held_by is not None:
+                assert number in roster.followers[request.held_by]
+                assert request.held_by in roster.requests
+        assert len(roster.waiting) + len(roster.running) <= len(roster.requests)
+        assert set(roster.groups) == {one.group for one in roster.requests.values()}
+        assert roster.solo is None or roster.solo in roster.requests
+        assert self._steps.bound is not None or not any(one.in_flight for one in roster.requests.values())
+        self.ledger.check_integrity(held)
+
+
+def _arrival(row: RowView) -> tuple[float, int]:
+    return row.arrived_s, row.request

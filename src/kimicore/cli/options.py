@@ -1,0 +1,83 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from kimicore.config import EngineConfig
+
+__all__ = ["Progress", "add_engine_options", "add_sampling_options", "engine_config", "sampling"]
+
+DEMO = "smollm2-135m-instruct"
+_SAMPLING: dict[str, tuple[Callable[[str], Any], str]] = {
+    "max_tokens": (int, "most tokens to generate (default 256)"),
+    "temperature": (float, "0 takes the most likely token"),
+    "top_k": (int, "choose among this many tokens (0: all)"),
+    "top_p": (float, "choose among the tokens that hold this share of the probability"),
+    "min_p": (float, "drop tokens less likely than this times the most likely one"),
+    "repetition_penalty": (float, "over 1: tokens that were seen become less likely"),
+    "seed": (int, "the same seed gives the same text"),
+}
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """Add what every command that opens an engine takes."""
+    parser.add_argument("-m", "--model", default=DEMO, help=f"alias, folder, GGUF file or hub id (default {DEMO})")
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
+    parser.add_argument("--kv-device-bytes", metavar="SIZE", help="size of the KV arena, such as 512MiB")
+    parser.add_argument("--context-tokens", type=int, help="longest prompt and output together")
+    parser.add_argument("-q", "--quiet", action="store_true", help="no progress on standard error")
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """Add the sampling fields that make sense on a command line."""
+    for name, (kind, text) in _SAMPLING.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text)
+    parser.add_argument("--stop", action="append", default=[], help="end at this text; may be given several times")
+
+
+def engine_config(options: argparse.Namespace) -> EngineConfig:
+    """Return the engine's settings from parsed options."""
+    return EngineConfig(
+        dtype=options.dtype,
+        threads=options.threads,
+        kv_device_bytes=options.kv_device_bytes,
+        context_tokens=options.context_tokens,
+    )
+
+
+def sampling(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the sampling fields that were given."""
+    given = {name: getattr(options, name) for name in _SAMPLING if getattr(options, name) is not None}
+    return {**given, "stop": options.stop} if options.stop else given
+
+
+class Progress:
+    """Shows what an opening engine does as one line on standard error."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._on = not quiet
+        self._live = sys.stderr.isatty()
+        self._last = ""
+        self._what = ""
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        """Show that ``done`` of ``total`` (bytes or steps) of ``what`` are over."""
+        if not self._on:
+            return
+        share = f" {100 * done // total:3d} %" if total else ""
+        line = f"{what}{share}"
+        if self._live and line != self._last:
+            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+        elif not self._live and what != self._what:
+            print(what, file=sys.stderr, flush=True)
+        self._last, self._what = line, what
+
+    def clear(self) -> None:
+        """Take the line away."""
+        if self._on and self._live and self._last:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

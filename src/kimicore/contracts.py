@@ -1,0 +1,246 @@
+"""What a policy, a runner and a judge of text promise: the seams of the engine.
+
+A policy is a frozen settings class with a ``start(...)`` method that returns its state; the state answers
+the engine's questions. Policies propose and the core disposes: budgets, memory and starvation are checked
+outside of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, Protocol, runtime_checkable
+
+from attrs import frozen
+
+from kimicore.types import BoundStep, LogitsAt, Shape, StepResult
+
+__all__ = [
+    "Batching",
+    "BatchingState",
+    "BlockKey",
+    "Eviction",
+    "EvictionState",
+    "Judge",
+    "MemoryView",
+    "Padding",
+    "Ranking",
+    "RowView",
+    "Runner",
+    "StepCost",
+    "StepLimits",
+    "StepView",
+]
+
+BlockKey = bytes
+"""Name of a block's content: a keyed digest over its parent's key, its tokens and its context."""
+
+
+# ---------------------------------------------------------------- batching
+
+
+@frozen
+class RowView:
+    """A request as a batching policy sees it. Counts are tokens; times are seconds of the engine's clock.
+
+    ``computed_tokens`` of a waiting request is what the prefix cache would give it now. ``generated_tokens``
+    counts this choice's output. ``logits_at`` is "all" while the positions of its prompt are being scored (so many
+    are done: ``scored_tokens``), "none" where nothing is to be generated, and "last" otherwise. ``shared_blocks``, of
+    a waiting request: per KV class the blocks that it would share with running ones (empty: none).
+    """
+
+    request: int
+    state: Literal["waiting", "running"]
+    arrived_s: float
+    priority: int
+    tenant: str
+    prompt_tokens: int
+    known_tokens: int
+    computed_tokens: int
+    limit_tokens: int
+    generated_tokens: int
+    preemptions: int
+    logits_at: LogitsAt
+    shared_blocks: tuple[int, ...] = ()
+    scored_tokens: int = 0
+
+
+@frozen
+class StepLimits:
+    """The budgets of a step, enforced by the core whatever a policy says."""
+
+    max_batch_size: int
+    max_batch_tokens: int
+    min_batch_size: int
+    max_wait_s: float
+    target_step_s: float
+
+
+@frozen(eq=False)
+class MemoryView:
+    """How much more KV can be held: per class ``spare`` blocks in slabs that hold a row's block already, and ``slabs``
+    that are free or could be emptied of cached blocks, of which any class may take one for ``per_slab`` blocks.
+
+    ``windows``: per class its window in tokens, or None. A set of needs fits exactly when, for each class, what exceeds
+    its ``spare`` is rounded up to slabs, and the sum of these is at most ``slabs``.
+    """
+
+    block_tokens: int
+    windows: tuple[int | None, ...]
+    spare: tuple[int, ...]
+    per_slab: tuple[int, ...]
+    slabs: int
+
+
+@frozen(eq=False)
+class StepView:
+    """Everything that may be decided on: frozen rows, oldest first, and the memory that is left.
+
+    ``free_blocks[c]``: blocks of KV class ``c`` that can be had without touching a running request (free, or
+    cached and evictable); classes draw on the same arena, so the ledger has the last word. ``held_blocks`` of
+    a running request tells what preempting it would bring back (counted when asked for; good until the step is bound).
+    ``waiting`` is the same object from view to view for as long as its rows are. ``solo``: a request that has
+    to run alone, because memory has come apart into pieces too small for it in company.
+    """
+
+    now_s: float
+    running: tuple[RowView, ...]
+    waiting: tuple[RowView, ...]
+    limits: StepLimits
+    free_blocks: tuple[int, ...] = ()
+    held_blocks: Mapping[int, tuple[int, ...]] | None = None
+    memory: MemoryView | None = None
+    solo: int | None = None
+
+
+class StepCost(Protocol):
+    """A measured model of how long a step takes."""
+
+    def step_s(self, tokens: int, rows: int, context_tokens: int, attended_tokens: int = 0) -> float:
+        """Return the seconds that a step of ``tokens`` tokens in ``rows`` rows over ``context_tokens`` cached
+        key-value tokens (summed over rows) is expected to take. ``attended_tokens``: pairs of a query and a key in rows
+        of several tokens, which a chunk of a prompt pays for and a single token does not."""
+        ...
+
+
+@frozen
+class Ranking:
+    """A batching policy's answer: every request, most deserving first, and wishes for chunk sizes in tokens.
+
+    ``may_preempt(a, b)`` pairs are not listed: the core preempts the lowest-ranked running request for a
+    higher-ranked one only where ``urgency`` differs strictly, so that equals never evict each other in turn.
+    A request that ``urgency`` leaves out has 0.0; one that ``chunks`` leaves out takes what the core gives.
+    """
+
+    order: tuple[int, ...]
+    urgency: Mapping[int, float]
+    chunks: Mapping[int, int]
+
+
+@runtime_checkable
+class BatchingState(Protocol):
+    """A running batching policy: repeatable, changes nothing it is given."""
+
+    def rank(self, view: StepView, cost: StepCost) -> Ranking:
+        """Return a complete order of the view's requests."""
+        ...
+
+
+@runtime_checkable
+class Batching(Protocol):
+    """Settings of a batching policy."""
+
+    name: str
+
+    def start(self, limits: StepLimits) -> BatchingState:
+        """Return fresh state."""
+        ...
+
+
+# ---------------------------------------------------------------- eviction
+
+
+@runtime_checkable
+class EvictionState(Protocol):
+    """A running eviction policy over the blocks of one cache (one KV class). State is bounded; the same events give the
+    same answers.
+
+    Each use of a block is told once, when the request lets go of it, from the end of its sequence to the start: a
+    root is always more recent than its leaves.
+    """
+
+    def added(self, key: BlockKey, depth_blocks: int, now_s: float) -> None:
+        """A sealed block, ``depth_blocks`` blocks from its sequence's start, was let go for the first time."""
+        ...
+
+    def touched(self, key: BlockKey, now_s: float) -> None:
+        """One more request used the block and has let go of it."""
+        ...
+
+    def removed(self, key: BlockKey) -> None:
+        """The block left the cache."""
+        ...
+
+    def importance(self, keys: Sequence[BlockKey], values: Sequence[float]) -> None:
+        """Attention gave these blocks this much weight (1.0 is uniform)."""
+        ...
+
+    def victims(self, count: int, evictable: Callable[[BlockKey], bool], now_s: float) -> Sequence[BlockKey]:
+        """Return up to ``count`` distinct blocks to drop, least worthy first; each must be ``evictable`` once the
+        ones before it in the list are gone (a leaf goes before its root).
+
+        ``evictable(key)`` says whether nobody holds the block and no cached block follows it other than those it has
+        said yes to during this call: ask in the order in which the blocks would go, and name those it says yes to.
+        """
+        ...
+
+
+@runtime_checkable
+class Eviction(Protocol):
+    """Settings of an eviction policy."""
+
+    name: str
+
+    def start(self, capacity_blocks: int, ghost_blocks: int, seed: int) -> EvictionState:
+        """Return fresh state for a cache of ``capacity_blocks`` that may remember ``ghost_blocks`` that left."""
+        ...
+
+
+# ---------------------------------------------------------------- padding
+
+
+@runtime_checkable
+class Padding(Protocol):
+    """A padding policy: which shapes a step may run at."""
+
+    name: str
+
+    def shape(self, tokens: int, rows: int, blocks: int) -> Shape:
+        """Return a shape at least as large as the given one in every direction."""
+        ...
+
+
+# ---------------------------------------------------------------- device and text
+
+
+class Runner(Protocol):
+    """The device's side of a step."""
+
+    def run(self, step: BoundStep) -> StepResult:
+        """Compute the step. One row's failure is in its result; an exception means that the step failed."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the device holds; may be called twice."""
+        ...
+
+
+class Judge(Protocol):
+    """Reads a request's tokens as they come and says when the text itself ends it (a stop string)."""
+
+    def accept(self, token_id: int) -> str | None:
+        """Take the next token; return the stop string that ends the text, or None.
+
+        It gets every generated token once and in order, except one that ends the request by its id. ``min_tokens`` is
+        the judge's to keep as far as stop strings go: the book ignores a match that comes before.
+        """
+        ...

@@ -1,0 +1,270 @@
+"""The engine as an asynchronous application sees it; the same code on asyncio and on trio."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from types import TracebackType
+from typing import Any, Self
+
+import anyio
+from anyio import to_thread
+
+from kimicore.config import EngineConfig
+from kimicore.face import Face, Job
+from kimicore.handle import Handle
+from kimicore.sampling_params import SamplingParams
+from kimicore.types import EngineStats, GenerationResult, StreamChunk
+from kimicore.wake import AsyncWaker
+
+__all__ = ["Engine", "Stream"]
+
+INLINE_CHARACTERS = 2_000
+"""Prompts up to this length are tokenized where they stand (about 0.3 ms); longer ones in a worker thread."""
+
+
+class Engine:
+    """One model, ready to generate for many concurrent requests in this process.
+
+    ``model``: a demo model's alias, a folder with ``config.json`` and safetensors, a GGUF file, or a hub id.
+    ``config``: settings. ``progress``: called with ``(what, done, total)`` while the model is fetched and loaded.
+
+    Use it as an async context manager; entering loads the model (in a worker thread: the event loop goes on)
+    and leaving closes the engine. The first ``generate`` opens an engine that was not entered. An engine
+    belongs to no event loop: it may be used from several, one after another or at once, and from threads.
+
+    Raises :class:`~kimicore.ModelLoadError` or :class:`~kimicore.ConfigError` when it opens.
+    """
+
+    def __init__(
+        self,
+        model: str | PathLike[str],
+        config: EngineConfig | None = None,
+        *,
+        progress: Callable[[str, int, int], None] | None = None,
+    ) -> None:
+        self._face = Face(model, config, progress)
+
+    @property
+    def config(self) -> EngineConfig:
+        """The settings."""
+        return self._face.config
+
+    async def open(self) -> None:
+        """Load the model if that has not been done; safe to call from several tasks.
+
+        Cancelled, it leaves the loading to end by itself in the background; a later call takes it up.
+        """
+        if not self._face.opened:
+            await to_thread.run_sync(self._face.open, abandon_on_cancel=True)
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with anyio.CancelScope(shield=True):
+            await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close the engine: pending requests end with :class:`~kimicore.EngineClosed`, memory is given back.
+
+        Waits for the running step, at most ``shutdown_s``. May be called twice, and by several tasks at once.
+        """
+        self._face.begin_close()
+        waker = AsyncWaker()
+        if not self._face.when_closed(waker):
+            with anyio.move_on_after(self.config.shutdown_s):
+                while not self._face.closed:
+                    await waker.wait()
+        self._face.end_close()
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        tenant: str = "",
+        request_id: str | None = None,
+        parse_special: bool = False,
+        **sampling: Any,
+    ) -> GenerationResult:
+        """Generate a continuation of ``prompt`` (text, or token ids) and return it whole.
+
+        ``params`` holds the sampling fields; keyword arguments build or change them. ``priority``: higher goes
+        first under ``batching="priority"``. ``timeout_s``: the request ends with
+        :class:`~kimicore.RequestTimeout` after that many seconds, wherever it is. ``tenant``: prefixes are
+        cached per tenant; no other tenant's request can hit them. ``parse_special``: special tokens written out in a
+        text prompt are parsed; otherwise they stay text.
+
+        Cancelling the awaiting task raises at once; the request's blocks are free when the running step ends.
+        Nothing of a cancelled request can be had. Raises :class:`~kimicore.InvalidRequest` before any work,
+        :class:`~kimicore.Overloaded`, :class:`~kimicore.RequestTimeout`, :class:`~kimicore.RequestFailed`,
+        :class:`~kimicore.EngineClosed`, :class:`~kimicore.EngineFailed`.
+        """
+        await self.open()
+        job = self._face.job(params, sampling, priority, timeout_s, tenant, request_id)
+        return await self._finish(job, await self._ids(prompt, job, parse_special))
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        template: str | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        tenant: str = "",
+        request_id: str | None = None,
+        **sampling: Any,
+    ) -> GenerationResult:
+        """Answer ``messages`` (mappings with ``role`` and ``content``) through the model's chat template.
+
+        Special tokens in a message's content stay text. ``template``: a Jinja template instead of the model's.
+        Otherwise as :meth:`generate`.
+        """
+        await self.open()
+        job = self._face.job(params, sampling, priority, timeout_s, tenant, request_id)
+        ids = await to_thread.run_sync(
+            self._face.chat_ids, messages, template, dict(template_variables or {}), abandon_on_cancel=True
+        )
+        return await self._finish(job, ids)
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        tenant: str = "",
+        request_id: str | None = None,
+        parse_special: bool = False,
+        **sampling: Any,
+    ) -> Stream:
+        """Return a :class:`Stream` of what :meth:`generate` would return; the arguments are the same."""
+        job_of = lambda: self._face.job(params, sampling, priority, timeout_s, tenant, request_id)  # noqa: E731
+        return Stream(self, job_of, lambda job: self._ids(prompt, job, parse_special))
+
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        template: str | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        tenant: str = "",
+        request_id: str | None = None,
+        **sampling: Any,
+    ) -> Stream:
+        """Return a :class:`Stream` of what :meth:`chat` would return; the arguments are the same."""
+        job_of = lambda: self._face.job(params, sampling, priority, timeout_s, tenant, request_id)  # noqa: E731
+
+        async def ids_of(job: Job) -> Sequence[int]:
+            variables = dict(template_variables or {})
+            return await to_thread.run_sync(self._face.chat_ids, messages, template, variables, abandon_on_cancel=True)
+
+        return Stream(self, job_of, ids_of)
+
+    def stats(self) -> EngineStats:
+        """Return counters and gauges as of the last step."""
+        return self._face.stats()
+
+    async def _ids(self, prompt: str | Sequence[int], job: Job, parse_special: bool) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return self._face.check_ids(prompt)
+        if len(prompt) <= INLINE_CHARACTERS:
+            return self._face.encode(prompt, parse_special)
+        return await to_thread.run_sync(self._face.encode, prompt, parse_special, abandon_on_cancel=True)
+
+    async def _finish(self, job: Job, ids: Sequence[int]) -> GenerationResult:
+        waker = AsyncWaker()
+        handle = self._face.submit(job, ids, waker, wake_each=False)
+        try:
+            while not handle.done:
+                await waker.wait()
+        finally:
+            self._face.cancel(handle)
+        return self._face.result(job, ids, handle)
+
+
+class Stream:
+    """Chunks of one request as they come; an async context manager and an async iterator with a defined end.
+
+    Leaving the context, :meth:`aclose` (from any task) or dropping the stream cancels what has not ended.
+    A slow reader gets larger chunks and never misses text. After the end, :meth:`result` has the totals.
+    """
+
+    def __init__(self, engine: Engine, job_of: Callable[[], Job], ids_of: Callable[[Job], Any]) -> None:
+        self._engine = engine
+        self._face = engine._face
+        self._job_of, self._ids_of = job_of, ids_of
+        self._job: Job | None = None
+        self._handle: Handle | None = None
+        self._waker: AsyncWaker | None = None
+        self._ids: Sequence[int] = ()
+        self._ready: list[StreamChunk] = []
+        self._closed = False
+
+    async def __aenter__(self) -> Self:
+        await self._start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> StreamChunk:
+        """Return the next chunk; raises what ended the request, or ``StopAsyncIteration`` at its end."""
+        handle, waker = await self._start()
+        while not self._closed:
+            done = handle.done  # looked at first: what comes between the two looks is not lost
+            if not self._ready:
+                self._ready.extend(self._face.chunks(self._job, handle))
+            if self._ready:
+                return self._ready.pop(0)
+            if done:
+                handle.raise_error()
+                break
+            await waker.wait()
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Cancel the request if it has not ended; nothing is awaited, so it cannot be cancelled itself."""
+        self._close()
+
+    def result(self) -> GenerationResult:
+        """Return usage, timing and prompt log-probabilities of an ended stream; its choices hold no text."""
+        return self._face.summary(self._job, self._ids, self._handle)
+
+    async def _start(self) -> tuple[Handle, AsyncWaker]:
+        if self._handle is None:
+            await self._engine.open()
+            self._job = self._job_of()
+            self._ids = await self._ids_of(self._job)
+            self._waker = AsyncWaker()
+            self._handle = self._face.submit(self._job, self._ids, self._waker, wake_each=True)
+        assert self._waker is not None
+        return self._handle, self._waker
+
+    def _close(self) -> None:
+        self._closed = True
+        if self._handle is not None:
+            self._face.cancel(self._handle)
+            if self._waker is not None:
+                self._waker.notify()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_closed"):
+            self._close()

@@ -1,0 +1,1 @@
+"""The operation ``linear``: reference, and native where it is faster."""

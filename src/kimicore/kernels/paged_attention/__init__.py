@@ -1,0 +1,1 @@
+"""The operation ``paged_attention``: reference, and native where it is faster."""

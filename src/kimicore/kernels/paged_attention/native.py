@@ -1,0 +1,94 @@
+"""Paged attention in C++: reads the cache where it lies, and gives every query the same bits in every batch."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kimicore.kernels.build import load_library, parallel_entry
+from kimicore.kernels.ops import PagedAttentionOp
+from kimicore.kernels.paged_attention import reference
+
+__all__ = ["load"]
+
+_TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_CALL: Final = struct.Struct("8P5q12i2fP")  # struct Call of parts.h
+_FAULTS: Final = {
+    1: "row_starts does not ascend within the tokens",
+    2: "a context is shorter than its row's queries, or longer than its block table",
+    3: "an entry of block_table that is in use is not a slot of the cache",
+    4: "no memory",
+}
+
+
+def load() -> tuple[PagedAttentionOp | None, str]:
+    """Return the operation (called as the reference is) and None or the reason why it is missing."""
+    library = load_library(Path(__file__).with_name("paged_attention.cpp"))
+    if library.handle is None:
+        return None, library.reason
+    entry = library.handle.kimicore_paged_attention
+    entry.argtypes, entry.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_int
+    return _bound(entry, parallel_entry() or 0), library.reason
+
+
+def _suits(q: Tensor, kv: Tensor, block_table: Tensor, row_starts: Tensor, contexts: Tensor) -> bool:
+    heads, kv_heads, block_tokens = q.shape[1], kv.shape[3], kv.shape[4]
+    return (
+        q.dtype == kv.dtype
+        and q.dtype in _TYPES
+        and block_tokens >= 16
+        and block_tokens & (block_tokens - 1) == 0
+        and heads % kv_heads == 0
+        and heads // kv_heads <= 256
+        and q.stride(2) == 1
+        and kv[0].is_contiguous()
+        and block_table.dtype == row_starts.dtype == contexts.dtype == torch.int32
+        and block_table.stride(1) == row_starts.stride(0) == contexts.stride(0) == 1
+    )
+
+
+def _bound(entry: Callable[[bytes, int], int], parallel: int) -> PagedAttentionOp:
+    pack, types = _CALL.pack, _TYPES
+
+    def paged_attention(
+        q: Tensor,
+        kv: Tensor,
+        layer: int,
+        block_table: Tensor,
+        row_starts: Tensor,
+        contexts: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        bias: Tensor | None = None,
+        importance: Tensor | None = None,
+    ) -> Tensor:
+        if not _suits(q, kv, block_table, row_starts, contexts):
+            return reference.paged_attention(
+                q, kv, layer, block_table, row_starts, contexts,
+                scale=scale, window=window, softcap=softcap, bias=bias, importance=importance,
+            )  # fmt: skip
+        out = torch.empty(q.shape, dtype=q.dtype)
+        slots, layers, _, kv_heads, block_tokens, dim = kv.shape
+        rows, blocks = block_table.shape
+        call = pack(
+            q.data_ptr(), kv.data_ptr(), out.data_ptr(),
+            block_table.data_ptr(), row_starts.data_ptr(), contexts.data_ptr(),
+            0 if bias is None else bias.data_ptr(), 0 if importance is None else importance.data_ptr(),
+            q.stride(0), q.stride(1), kv.stride(0), block_table.stride(0), 0 if bias is None else bias.stride(0),
+            q.shape[0], q.shape[1], kv_heads, dim, rows, blocks, block_tokens, slots, layers, layer, window or 0,
+            torch.get_num_threads(), scale, softcap or 0.0, parallel,
+        )  # fmt: skip
+        fault = entry(call, types[q.dtype])
+        if fault:
+            raise ValueError(f"paged_attention: {_FAULTS[fault]}")
+        return out
+
+    return paged_attention

@@ -1,0 +1,352 @@
+// Attention over a paged key-value cache: one task (some tokens of a row, one key-value head) and one part of its keys.
+//
+// What a query gets depends on nothing but its own position and its own keys: scores are sums over the head dimension in one
+// chain, keys are cut at multiples of SPLIT of their absolute position, each part is weighed with its own maximum and
+// summed key after key, and parts are combined from the first to the last. Tiles, chunks, neighbours and threads change none of it.
+#pragma once
+#include <algorithm>
+#include <cstdlib>
+#include <type_traits>
+#include "../simd.h"
+
+namespace {
+constexpr int SPLIT = 256;  // keys that share one maximum
+constexpr int SUB = 64;     // keys packed at a time
+constexpr int ROWS = 96;    // query rows (tokens * grouped heads) of a task
+
+// Products: float32, or pairs of bfloat16 where the processor multiplies those.
+struct WidePair {
+  typedef float Q;  // what a packed operand's element is
+  static constexpr int depth = 1;
+  KC_INLINE vf step(vf sum, Q a, vf b) { return fma(splat(a), b, sum); }
+};
+#if defined(__AVX512BF16__) && defined(KC_AVX512)
+#define KC_BF16_DOT 1
+struct HalfPair {
+  typedef uint32_t Q;
+  static constexpr int depth = 2;
+  KC_INLINE vf step(vf sum, Q a, vf b) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
+  }
+};
+#endif
+
+struct Call {
+  const void *q, *kv;
+  void* out;
+  const int32_t *table, *starts, *contexts;
+  const float* bias;
+  float* importance;
+  int64_t q_token, q_head, slot_stride, table_stride, bias_stride;
+  int32_t tokens, heads, kv_heads, dim, rows, blocks, block_tokens, slots, layers, layer, window, threads;
+  float scale, softcap;
+  parallel_entry entry;
+};
+struct Task { int row, head, first, last, at; };  // tokens [first, last) of q; the first one's position
+
+struct Scratch {
+  char* data = nullptr;
+  size_t bytes = 0;
+  char* need(size_t n) {
+    if (n > bytes) {
+      free(data);
+      data = (char*)aligned_alloc(64, (n + 4095) / 4096 * 4096);
+      bytes = data ? n : 0;
+    }
+    return data;
+  }
+  ~Scratch() { free(data); }
+};
+thread_local Scratch scratch;
+
+// What one task keeps while it goes over its keys.
+template <class P> struct Work {
+  typename P::Q *q, *keys, *values;  // [rows][depth], [depth][SUB], [SUB / pair][padded dim]
+  float *scores, *part, *part_max, *part_sum, *sum, *max, *total;
+};
+
+template <class T, class P> struct Attention {
+  typedef typename P::Q E;
+  static constexpr bool wide = std::is_same<P, WidePair>::value;
+  static constexpr bool direct_type = std::is_same<T, float>::value;
+  const Call& c;
+  int group, padded, depth;  // heads per kv head; dim rounded up to vectors; packed elements of a head
+  int shift;                 // block_tokens = 1 << shift
+  bool direct;               // values are read from the cache as they stand
+
+  explicit Attention(const Call& call) : c(call), group(call.heads / call.kv_heads) {
+    padded = (c.dim + W - 1) / W * W;
+    depth = (c.dim + P::depth - 1) / P::depth;
+    shift = __builtin_ctz((unsigned)c.block_tokens);
+    direct = direct_type && c.dim % W == 0;
+  }
+
+  const T* block(const Task& t, int key, int which) const {
+    int64_t slot = c.table[t.row * c.table_stride + (key >> shift)];
+    int64_t inner = ((int64_t)c.layer * 2 + which) * c.kv_heads + t.head;
+    return (const T*)c.kv + slot * c.slot_stride + ((inner << shift) + (key & (c.block_tokens - 1))) * c.dim;
+  }
+  // Ask for the W keys or values from `key` ahead of their use: blocks are too short for the processor to guess them.
+  void warm(const Task& t, int key, int which) const {
+    if (key >= t.at + t.last - t.first) return;
+    const char* at = (const char*)block(t, key, which);
+    for (size_t i = 0; i < sizeof(T) * W * c.dim; i += 64) __builtin_prefetch(at + i, 0, 2);
+  }
+  int position(const Task& t, int r) const { return t.at + r / group; }
+  int lowest(int position) const { return c.window > 0 && position >= c.window ? position - c.window + 1 : 0; }
+
+  Work<P> carve(int rows) const {
+    size_t q = (size_t)rows * (padded + W), k = (size_t)SUB * (padded + W), s = (size_t)rows * SPLIT;
+    size_t acc = (size_t)rows * padded, few = (size_t)(rows + W) / W * W;
+    float* p = (float*)scratch.need((q + 2 * k + s + 2 * acc + 4 * few) * 4);
+    Work<P> w;
+    auto take = [&p](size_t n) { float* at = p; p += (n + W - 1) / W * W; return at; };
+    if (!p) { w.q = nullptr; return w; }
+    w.q = (E*)take(q); w.keys = (E*)take(k); w.values = (E*)take(k);
+    w.scores = take(s); w.part = take(acc); w.sum = take(acc);
+    w.part_max = take(few); w.part_sum = take(few); w.max = take(few); w.total = take(few);
+    return w;
+  }
+
+  void pack_queries(const Task& t, E* to) const {
+    int rows = (t.last - t.first) * group;
+    for (int r = 0; r < rows; r++) {
+      const T* from = (const T*)c.q + (t.first + r / group) * c.q_token + (t.head * group + r % group) * c.q_head;
+      if constexpr (wide) {
+        for (int d = 0; d < c.dim; d += W) store(to + (size_t)r * padded + d, load_part(from + d, c.dim - d));
+      } else {
+        to[(size_t)r * padded + depth - 1] = 0;  // an odd dimension is filled up with a zero
+        memcpy(to + (size_t)r * padded, from, (size_t)c.dim * 2);
+      }
+    }
+  }
+
+  // Keys [low, high) of the SUB keys from `base`, transposed to [depth][SUB]; lanes of other keys are zeros.
+  void pack_keys(const Task& t, int base, int low, int high, E* to) const {
+    for (int k = 0; k < SUB; k += W) {
+      const int first = std::max(low - base - k, 0), stop = std::min(high - base - k, W);
+      warm(t, base + k + SUB, 0);
+      if (first >= W || stop <= 0) continue;
+      warm(t, base + k, 1);
+      const T* from = block(t, base + k, 0);  // W keys of one block
+      for (int d = 0; d < depth; d += W) {
+        const int left = c.dim - P::depth * d;
+        vf r[W];
+        if (first == 0 && stop == W && left >= P::depth * W) {
+          for (int i = 0; i < W; i++) r[i] = lanes(from + i * c.dim + P::depth * d);
+        } else {
+          for (int i = 0; i < W; i++) r[i] = i >= first && i < stop ? lanes_part(from + i * c.dim + P::depth * d, left) : vf{};
+        }
+        transpose(r);
+        for (int i = 0; i < W && d + i < depth; i++) store((float*)to + (size_t)(d + i) * SUB + k, r[i]);
+      }
+    }
+  }
+  static vf lanes(const T* from) {
+    if constexpr (wide) return load(from);
+    vf v;
+    memcpy(&v, from, sizeof v);
+    return v;
+  }
+  static vf lanes_part(const T* from, int left) {
+    if (left >= P::depth * W) return lanes(from);
+    if constexpr (wide) return load_part(from, left);
+    vf v{};
+    memcpy(&v, from, (size_t)left * 2);
+    return v;
+  }
+
+  // Values of keys [low, high) of the SUB keys from `base`: [SUB][padded], or pairs of keys [SUB / 2][padded].
+  void pack_values(const Task& t, int base, int low, int high, E* to) const {
+    for (int run = low & ~(W - 1); run < high; run += W) {
+      const T* from = block(t, run, 1);  // W keys of one block
+      warm(t, run + SUB, 1);
+      for (int key = std::max(run, low & ~(P::depth - 1)); key < std::min(run + W, high); key += P::depth) {
+        const T* even = from + (size_t)(key - run) * c.dim;
+        float* row = (float*)to + (size_t)(key - base) / P::depth * padded;
+        for (int d = 0; d < c.dim; d += W) {
+          if constexpr (wide) {
+            store(row + d, load_part(even + d, c.dim - d));
+          } else {
+            vu lower = key >= low ? (vu)load_part(even + d, c.dim - d) >> 16 : vu{};
+            vu upper = key + 1 < high ? (vu)load_part(even + c.dim + d, c.dim - d) : vu{};
+            store(row + d, (vf)(lower | upper));
+          }
+        }
+      }
+    }
+  }
+
+  template <int M, int N>
+  void score_tile(const E* q, const E* keys, float* scores) const {
+    vf sum[M][N] = {};
+    for (int d = 0; d < depth; d++) {
+      vf b[N];
+      for (int j = 0; j < N; j++) b[j] = load((const float*)keys + (size_t)d * SUB + j * W);
+      for (int i = 0; i < M; i++)
+        for (int j = 0; j < N; j++) sum[i][j] = P::step(sum[i][j], q[(size_t)i * padded + d], b[j]);
+    }
+    for (int i = 0; i < M; i++)
+      for (int j = 0; j < N; j++) store(scores + (size_t)i * SPLIT + j * W, sum[i][j]);
+  }
+
+  // part[M][N * W] += weights[M][low, high) * values: key after key (or pair after pair).
+  template <int M, int N>
+  void mix_tile(const E* weights, const E* const* values, int low, int high, float* part) const {
+    vf sum[M][N];
+    for (int i = 0; i < M; i++)
+      for (int j = 0; j < N; j++) sum[i][j] = load(part + (size_t)i * padded + j * W);
+    const int run = c.block_tokens < SUB ? c.block_tokens : SUB;
+    for (int k = low; k < high;) {
+      int stop = (k / run + 1) * run < high ? (k / run + 1) * run : high;
+      const E* v = values[k / run] + (size_t)(k % run) / P::depth * padded;
+      for (; k < stop; k += P::depth, v += padded) {
+        vf b[N];
+        for (int j = 0; j < N; j++) b[j] = load((const float*)v + j * W);
+        for (int i = 0; i < M; i++)
+          for (int j = 0; j < N; j++)
+            sum[i][j] = P::step(sum[i][j], weights[(size_t)i * SPLIT + k / P::depth], b[j]);
+      }
+    }
+    for (int i = 0; i < M; i++)
+      for (int j = 0; j < N; j++) store(part + (size_t)i * padded + j * W, sum[i][j]);
+  }
+
+  template <int M> void score_rows(const E* q, const E* keys, int low, int high, float* scores) const {
+    for (int j = 0; j < SUB; j += TILE_VECS * W)
+      if (j + TILE_VECS * W > low && j < high) score_tile<M, TILE_VECS>(q, keys + j, scores + j);
+  }
+  template <int M> void mix_rows(const E* weights, const E* const* values, int low, int high, float* part) const {
+    int d = 0;
+    const E* shifted[SUB];
+    const int runs = SUB / (c.block_tokens < SUB ? c.block_tokens : SUB);
+    while (d < padded) {
+      for (int i = 0; i < runs; i++) shifted[i] = values[i] + d;
+      if (padded - d >= TILE_VECS * W) { mix_tile<M, TILE_VECS>(weights, shifted, low, high, part + d); d += TILE_VECS * W; }
+      else { mix_tile<M, 1>(weights, shifted, low, high, part + d); d += W; }
+    }
+  }
+#define KC_BY_ROWS(m, call)                                                                               \
+  switch (m) {                                                                                            \
+    case 1: { constexpr int M = 1; call; break; }                                                         \
+    case 2: { constexpr int M = 2; call; break; }                                                         \
+    case 3: { constexpr int M = 3; call; break; }                                                         \
+    case 4: { constexpr int M = 4; call; break; }                                                         \
+    case 5: { constexpr int M = 5; call; break; }                                                         \
+    default: { constexpr int M = 6; call; break; }                                                        \
+  }
+
+  // Scores of one query in keys [low, high) of the part become weights, zero elsewhere in the vectors [from, to).
+  void weigh(const Task& t, const Work<P>& w, int r, int base, int low, int high, int from, int to, float* mass) const {
+    float* s = w.scores + (size_t)r * SPLIT;
+    vf top = splat(-INFINITY);
+    for (int j = from; j < to; j += W) {
+      vf v = load(s + j) * c.scale;
+      if (c.softcap > 0) v = c.softcap * tanh(v / c.softcap);
+      if (c.bias) v = v + load(c.bias + t.row * c.bias_stride + base + j);
+      if (j < low || j + W > high) {
+        vi key = iota() + j;
+        v = (key >= low) & (key < high) ? v : splat(-INFINITY);
+      }
+      store(s + j, v);
+      top = max(v, top);
+    }
+    float highest = lanes_max(top);
+    vf sum{};
+    for (int j = from; j < to; j += W) {
+      vf v = highest == -INFINITY ? vf{} : exp(load(s + j) - highest);
+      if constexpr (wide) {
+        store(s + j, v);
+      } else {  // the sum is of the rounded weights, so that they add up to one
+        bf16* half = (bf16*)s + j;
+        store(half, v);
+        v = load(half);
+      }
+      sum = sum + v;
+      if (mass)
+        for (int i = 0; i < W; i++) mass[(j + i) / c.block_tokens] += v[i];
+    }
+    w.part_max[r] = highest;
+    w.part_sum[r] = lanes_sum(sum);
+  }
+
+  // The task's attention within the part that starts at key `base`: part [rows][padded], part_max, part_sum.
+  void part(const Task& t, const Work<P>& w, int base, bool measure, float* mass) const {
+    const int rows = (t.last - t.first) * group, last = position(t, rows - 1);
+    const int low = std::max(base, lowest(t.at)), high = std::min(base + SPLIT, last + 1);
+    memset(w.part, 0, sizeof(float) * rows * padded);
+    auto bounds = [&](int r, int m, int& from, int& to) {  // keys that any of the rows [r, r + m) sees
+      from = std::max(base, lowest(position(t, r))) - base;
+      to = std::min(base + SPLIT, position(t, r + m - 1) + 1) - base;
+    };
+    for (int sub = (low - base) / SUB * SUB; base + sub < high; sub += SUB) {
+      pack_keys(t, base + sub, std::max(low, base + sub), std::min(high, base + sub + SUB), w.keys);
+      for (int r = 0, m; r < rows; r += m) {
+        int from, to;
+        m = std::min(TILE_ROWS, rows - r);
+        bounds(r, m, from, to);
+        if (from >= sub + SUB || to <= sub) continue;
+        KC_BY_ROWS(m, score_rows<M>(w.q + (size_t)r * padded, w.keys, from - sub, to - sub, w.scores + (size_t)r * SPLIT + sub));
+      }
+    }
+    for (int r = 0, m; r < rows; r += m) {
+      int from, to;
+      m = std::min(TILE_ROWS, rows - r);
+      bounds(r, m, from, to);
+      for (int i = r; i < r + m; i++) {
+        int own_from, own_to;
+        bounds(i, 1, own_from, own_to);
+        if (own_from >= own_to) {  // the row sees nothing here, while others of its tile do
+          memset(w.scores + (size_t)i * SPLIT, 0, sizeof(float) * SPLIT);
+          w.part_max[i] = -INFINITY;
+          w.part_sum[i] = 0;
+          continue;
+        }
+        float* own = measure && i >= rows - group ? mass + (size_t)(i - rows + group) * c.blocks + base / c.block_tokens : nullptr;
+        weigh(t, w, i, base, own_from, own_to, std::min(from, to) / W * W, (to + W - 1) / W * W, own);
+      }
+    }
+    for (int sub = (low - base) / SUB * SUB; base + sub < high; sub += SUB) {
+      const int run = c.block_tokens < SUB ? c.block_tokens : SUB;
+      const E* values[SUB];
+      if (!direct) pack_values(t, base + sub, std::max(low, base + sub), std::min(high, base + sub + SUB), w.values);
+      for (int i = 0; i < SUB / run; i++) {
+        values[i] = w.values + (size_t)i * run / P::depth * padded;
+        int key = base + sub + i * run;
+        if (direct && key + run > low && key < high) values[i] = (const E*)(const void*)block(t, key, 1);
+      }
+      for (int r = 0, m; r < rows; r += m) {
+        int from, to;
+        m = std::min(TILE_ROWS, rows - r);
+        bounds(r, m, from, to);
+        from = std::max(from - sub, 0) / P::depth * P::depth;
+        to = std::min(to - sub, SUB);
+        if (from >= to) continue;
+        const E* weights = (const E*)(w.scores + (size_t)r * SPLIT) + sub / P::depth;
+        KC_BY_ROWS(m, mix_rows<M>(weights, values, from, to, w.part + (size_t)r * padded));
+      }
+    }
+  }
+
+  // Add a part to what a query has so far.
+  void combine(float* sum, float& top, float& total, const float* part, float part_max, float part_sum) const {
+    if (part_max == -INFINITY) return;
+    float highest = part_max > top ? part_max : top;
+    vf old = exp(splat(top - highest)), fresh = exp(splat(part_max - highest));
+    for (int d = 0; d < padded; d += W) store(sum + d, fma(load(sum + d), old, load(part + d) * fresh));
+    total = total * old[0] + part_sum * fresh[0];
+    top = highest;
+  }
+  void finish(const Task& t, int r, const float* sum, float total) const {
+    T* to = (T*)c.out + ((int64_t)(t.first + r / group) * c.heads + t.head * group + r % group) * c.dim;
+    float share = total == 0 ? 0.f : 1.f / total;
+    for (int d = 0; d < c.dim; d += W) store_part(to + d, load(sum + d) * share + 0.f, c.dim - d);
+  }
+  // Whether row r has any key in the part: the others' parts are left out of its sum.
+  bool sees(const Task& t, int r, int base) const {
+    return position(t, r) >= base && lowest(position(t, r)) < base + SPLIT;
+  }
+  int first_part(const Task& t) const { return lowest(t.at) / SPLIT * SPLIT; }
+  int end_part(const Task& t) const { return t.at + t.last - t.first; }
+};
+}  // namespace

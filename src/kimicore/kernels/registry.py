@@ -1,0 +1,134 @@
+"""The frozen table of operations: which implementation serves each, chosen once at load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from attrs import evolve, field, frozen
+
+from kimicore.errors import ConfigError
+from kimicore.kernels.build import compile_all, parallel_entry
+from kimicore.kernels.gated_act import native as native_gated_act
+from kimicore.kernels.gated_act import reference as reference_gated_act
+from kimicore.kernels.gumbel import GumbelOp
+from kimicore.kernels.gumbel import native as native_gumbel
+from kimicore.kernels.gumbel.reference import gumbel
+from kimicore.kernels.linear import native as native_linear
+from kimicore.kernels.linear import reference as reference_linear
+from kimicore.kernels.linear.floor import row_floor, row_invariant_linear
+from kimicore.kernels.ops import GatedActOp, LinearOp, PagedAttentionOp, RmsNormOp, RotaryWriteOp
+from kimicore.kernels.paged_attention import native as native_paged_attention
+from kimicore.kernels.paged_attention import reference as reference_attention
+from kimicore.kernels.paged_attention import tiled
+from kimicore.kernels.rms_norm import native as native_rms_norm
+from kimicore.kernels.rms_norm import reference as reference_rms_norm
+from kimicore.kernels.rotary_write import native as native_rotary
+from kimicore.kernels.rotary_write import reference as reference_rotary
+from kimicore.kernels.trial import TRIALS
+
+__all__ = ["OpOrigin", "Ops", "describe", "select_ops"]
+
+_OFF: Final = "native kernels are turned off"
+_PROBED_SHAPES: Final = ((576, 576), (1536, 576), (576, 1536), (1024, 2048))
+
+
+@frozen
+class OpOrigin:
+    """Which implementation serves an operation, and why it was chosen."""
+
+    op: str
+    implementation: str
+    why: str
+
+
+@frozen(eq=False)
+class Ops:
+    """The operations that a model runs on; each field is called as its reference is."""
+
+    linear: LinearOp
+    rms_norm: RmsNormOp
+    rotary_write: RotaryWriteOp
+    gated_act: GatedActOp
+    paged_attention: PagedAttentionOp
+    gumbel: GumbelOp
+    origins: tuple[OpOrigin, ...] = field(default=(), kw_only=True)
+
+
+def _short(why: str) -> str:
+    return f"no native version: {why}"
+
+
+def _tried(op: str, load: Callable[[], tuple[Any, str]], dtype: torch.dtype) -> tuple[Any | None, str]:
+    found, why = load()
+    if found is not None and op in TRIALS and not TRIALS[op](found, dtype):
+        return None, f"{why}, but its results differ from the reference"
+    return found, why
+
+
+def _linear(dtype: torch.dtype, native: bool, shapes: Sequence[tuple[int, int]]) -> tuple[LinearOp, OpOrigin]:
+    found, why = _tried("linear", lambda: native_linear.load(dtype), dtype) if native else (None, _OFF)
+    if found is not None:
+        few = "" if dtype == torch.float32 else f" for up to {native_linear.FEW_ROWS} rows, torch above"
+        return found, OpOrigin("linear", "native", why + few)
+    if dtype != torch.float32:
+        return reference_linear.linear, OpOrigin("linear", "torch", _short(why))
+    floor = row_floor(shapes or _PROBED_SHAPES, dtype)
+    if floor is None:
+        remark = "a row's bits may depend on the batch: no number of rows was found from which they do not"
+        return reference_linear.linear, OpOrigin("linear", "torch", f"{_short(why)}; {remark}")
+    remark = f"rows are padded to {floor}, so that a row's bits do not depend on the batch"
+    return row_invariant_linear(floor), OpOrigin("linear", "torch", f"{_short(why)}; {remark}")
+
+
+def _paged_attention(dtype: torch.dtype, native: bool) -> tuple[PagedAttentionOp, OpOrigin]:
+    found, why = _tried("paged_attention", native_paged_attention.load, dtype) if native else (None, _OFF)
+    if found is not None:
+        return found, OpOrigin("paged_attention", "native", why)
+    if dtype == torch.float32:
+        return tiled.paged_attention, OpOrigin("paged_attention", "torch, tiled", _short(why))
+    return reference_attention.paged_attention, OpOrigin("paged_attention", "torch", _short(why))
+
+
+def _chosen(
+    op: str, load: Callable[[], tuple[Any, str]], reference: Any, dtype: torch.dtype, native: bool
+) -> tuple[Any, OpOrigin]:
+    found, why = _tried(op, load, dtype) if native else (None, _OFF)
+    if found is None:
+        return reference, OpOrigin(op, "torch", _short(why))
+    return found, OpOrigin(op, "native", why)
+
+
+def select_ops(
+    device: str, dtype: torch.dtype, *, native: bool = True, shapes: Sequence[tuple[int, int]] = ()
+) -> Ops:
+    """Return the table for ``device`` ("cpu") and ``dtype``, compiling what is not in the cache yet.
+
+    ``native`` False keeps to torch. ``shapes``: the weights' (O, C), for which torch's float32 product is
+    examined where it has to serve. Never fails for want of a compiler: :func:`describe` tells. Raises
+    ConfigError for a device or type that is not served.
+    """
+    if device != "cpu":
+        raise ConfigError(f"device={device!r}: must be 'cpu'")
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ConfigError(f"dtype={dtype}: must be float32, bfloat16 or float16")
+    if native:
+        compile_all(sorted(Path(__file__).parent.glob("*/*.cpp")))
+    linear, linear_origin = _linear(dtype, native, shapes)
+    attention, attention_origin = _paged_attention(dtype, native)
+    norm, norm_origin = _chosen("rms_norm", native_rms_norm.load, reference_rms_norm.rms_norm, dtype, native)
+    rotary, rotary_origin = _chosen("rotary_write", native_rotary.load, reference_rotary.rotary_write, dtype, native)
+    gated, gated_origin = _chosen("gated_act", native_gated_act.load, reference_gated_act.gated_act, dtype, native)
+    noise, noise_origin = _chosen("gumbel", native_gumbel.load, gumbel, dtype, native)
+    origins = [linear_origin, norm_origin, rotary_origin, gated_origin, attention_origin, noise_origin]
+    if native and parallel_entry() is None:
+        remark = "; on one thread, since torch's OpenMP runtime was not found"
+        origins = [evolve(o, why=o.why + remark) if o.implementation == "native" else o for o in origins]
+    return Ops(linear, norm, rotary, gated, attention, noise, origins=tuple(origins))
+
+
+def describe(ops: Ops) -> tuple[tuple[str, str, str], ...]:
+    """Return ``(operation, implementation, why)`` for every operation, for a report."""
+    return tuple((origin.op, origin.implementation, origin.why) for origin in ops.origins)

@@ -1,0 +1,1 @@
+"""The operation ``rotary_write``: reference, and native where it is faster."""

@@ -1,0 +1,1 @@
+"""The KV cache's device side: the arena that blocks live in."""

@@ -1,0 +1,374 @@
+"""The engine's own thread: it decides, runs and commits steps, and feeds the handles.
+
+Everything on it is plain synchronous code. Callers of any thread reach it through an inbox and learn the
+outcome through their :class:`~kimicore.handle.Handle`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from attrs import define, evolve
+
+from kimicore.book import Book
+from kimicore.clock import Clock
+from kimicore.config import EngineConfig
+from kimicore.contracts import Runner
+from kimicore.cost import StepTimeModel, step_load
+from kimicore.errors import EngineClosed, EngineFailed, InvalidRequest, KimiCoreError, Overloaded
+from kimicore.handle import Handle
+from kimicore.plan import Planner
+from kimicore.requests import Event, Failed, Finished, NewRequest, Tokens
+from kimicore.sampling_params import SamplingParams
+from kimicore.text.judge import TextJudge
+from kimicore.text.tokenizer import Tokenizer
+from kimicore.types import EngineStats, Timing, Usage
+from kimicore.wake import Waker
+
+if TYPE_CHECKING:
+    from kimicore.face import Job
+
+__all__ = ["EngineLoop"]
+
+_log = logging.getLogger("kimicore")
+
+IDLE_LOOK_S = 0.25
+"""How often an idle engine looks whether the interpreter is going down."""
+BLOCKED_LOOK_S = 0.002
+"""How often a plan is tried anew when nothing can run and nothing happens."""
+
+
+@define(eq=False)
+class _Live:
+    """One choice on its way: where its output goes, and what was counted."""
+
+    handle: Handle
+    index: int
+    judge: TextJudge
+    submitted_s: float
+
+
+class EngineLoop:
+    """Owns book, runner and the engine's thread; its public methods may be called from any thread."""
+
+    def __init__(
+        self,
+        *,
+        book: Book,
+        planner: Planner,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        clock: Clock,
+        context_tokens: int,
+        set_threads: Callable[[int], int] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.clock = clock
+        self.vocab_tokens = tokenizer.vocab_size
+        self.context_tokens = min(context_tokens, config.context_tokens or context_tokens, book.capacity_tokens)
+        self.limit_tokens = self.context_tokens - 1
+        self._book, self._planner, self._runner, self._config = book, planner, runner, config
+        self._cost = StepTimeModel()
+        self._set_threads = set_threads
+        self._live: dict[int, _Live] = {}
+        self._wakeup = threading.Condition()
+        self._inbox: list[tuple[Handle, list[NewRequest], float] | Handle] = []
+        self._queued = 0  # requests submitted and not yet seen by the book
+        self._waiting = 0  # requests that the book had waiting at the last look
+        self._next = 1
+        self._step_s = 0.0  # a decaying mean
+        self._stop = False
+        self._stopped = False
+        self._failure: BaseException | None = None
+        self._farewells: list[Waker] = []
+        self._thread: threading.Thread | None = None
+        self.stats: EngineStats = book.stats()
+
+    # ------------------------------------------------------------ called from any thread
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the thread has ended."""
+        return self._stopped
+
+    def start(self) -> None:
+        """Start the engine's thread."""
+        # Not a daemon: a thread inside a native step must not be torn down with the interpreter. It ends by
+        # itself when the main thread has.
+        self._thread = threading.Thread(target=self._work, name="kimicore-engine", daemon=False)
+        self._thread.start()
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Raise :class:`InvalidRequest` for what only the model's vocabulary can tell."""
+        high = self.vocab_tokens - 1
+        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", [k for k, _ in params.logit_bias])):
+            for one in ids:
+                if one > high:
+                    raise InvalidRequest(f"{name}: token id {one} is outside the vocabulary (0 to {high})")
+        TextJudge(self.tokenizer, params)
+
+    def submit(self, job: Job, ids: Sequence[int], seed: int, waker: Waker, *, wake_each: bool) -> Handle:
+        """Queue a checked request and return its handle; raises Overloaded, EngineClosed or EngineFailed."""
+        params = job.params
+        room = self.context_tokens - len(ids)
+        output = room if params.max_tokens is None else min(params.max_tokens, room)
+        with self._wakeup:
+            self._check_alive()
+            waiting = self._queued + self._waiting
+            if waiting + params.n > self._config.max_waiting:
+                retry_after_s = max(0.05, self.stats.step_s * waiting)
+                raise Overloaded(
+                    f"{waiting} requests wait and max_waiting={self._config.max_waiting}: "
+                    f"try again in about {retry_after_s:.2f} s",
+                    retry_after_s=retry_after_s,
+                )
+            numbers = range(self._next, self._next + params.n)
+            self._next += params.n
+            handle = Handle(job.request_id or f"request-{numbers[0]}", numbers, waker, wake_each=wake_each)
+            group = self._group(job, ids, seed, numbers, len(ids) + output)
+            self._inbox.append((handle, group, job.submitted_s))
+            self._queued += params.n
+            self._wakeup.notify()
+        return handle
+
+    def _group(
+        self, job: Job, ids: Sequence[int], seed: int, numbers: Sequence[int], limit_tokens: int
+    ) -> list[NewRequest]:
+        params, now_s = job.params, self.clock()
+        ends = () if params.ignore_eos else self.tokenizer.eos_ids
+        end_ids = frozenset((*ends, *params.stop_token_ids))
+        quiet = evolve(params, prompt_logprobs=None)  # the first choice scores the prompt for all
+        return [
+            NewRequest(
+                number=number,
+                prompt=ids,
+                limit_tokens=limit_tokens,
+                params=quiet if choice else params,
+                seed=seed,
+                choice=choice,
+                tenant=job.tenant,
+                priority=job.priority,
+                arrived_s=now_s,
+                deadline_s=None if job.timeout_s is None else job.submitted_s + job.timeout_s,
+                salt=job.tenant.encode(),
+                use_cache=self._config.prefix_cache,
+                leader=numbers[0] if choice else None,
+                judge=TextJudge(self.tokenizer, params),
+                end_ids=end_ids,
+                banned_until_min=tuple(sorted({*self.tokenizer.eos_ids, *params.stop_token_ids})),
+            )
+            for choice, number in enumerate(numbers)
+        ]
+
+    def cancel(self, handle: Handle) -> None:
+        """Have the handle's request end; never waits."""
+        with self._wakeup:
+            if not self._stopped:
+                self._inbox.append(handle)
+                self._wakeup.notify()
+
+    def request_stop(self) -> None:
+        """Have the thread end after the running step; never waits."""
+        self._stop = True
+        # A finalizer may call this while this very thread holds the lock; the idle thread looks by itself then.
+        if self._wakeup.acquire(blocking=False):
+            try:
+                self._wakeup.notify_all()
+            finally:
+                self._wakeup.release()
+
+    def notify_when_stopped(self, waker: Waker) -> bool:
+        """Notify ``waker`` when the thread has ended; False where it has already."""
+        with self._wakeup:
+            if self._stopped or self._thread is None:
+                return False
+            self._farewells.append(waker)
+            return True
+
+    def abandon(self) -> None:
+        """Fail what is pending though the thread may still be inside its last step."""
+        with self._wakeup:
+            handles = {id(live.handle): live.handle for live in list(self._live.values())}
+            for item in self._inbox:
+                if not isinstance(item, Handle):
+                    handles[id(item[0])] = item[0]
+        for handle in handles.values():
+            handle.fail(EngineClosed("the engine was closed before this request was finished"))
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise EngineFailed(f"the engine failed and takes no more work: {self._failure!r}") from self._failure
+        if self._stop or self._stopped:
+            raise EngineClosed("the engine is closed; make a new one")
+
+    # ------------------------------------------------------------ the engine's thread
+
+    def _work(self) -> None:
+        restore = None
+        try:
+            if self._set_threads is not None and self._config.threads is not None:
+                restore = self._set_threads(self._config.threads)
+            while self._turn():
+                pass
+        except BaseException as error:
+            _log.exception("the engine's step failed; every request ends with the cause")
+            self._fail_all(error)
+        finally:
+            self._end(restore)
+
+    def _turn(self) -> bool:
+        """Do one round: inbox, deadlines, one step. False when the engine is to end."""
+        inbox = self._collect()
+        if self._stop:
+            self._refuse(inbox)
+            return False
+        for item in inbox:
+            if isinstance(item, Handle):
+                self._drop(item)
+            else:
+                self._enter(*item)
+        self._tell(self._book.expire(self.clock()))
+        if not self._book.idle:
+            self._step()
+        else:
+            self._publish()
+        return True
+
+    def _drop(self, handle: Handle) -> None:
+        for number in handle.numbers:
+            self._live.pop(number, None)
+            self._book.cancel(number)
+
+    def _collect(self) -> list[tuple[Handle, list[NewRequest], float] | Handle]:
+        with self._wakeup:
+            while not self._inbox and not self._stop and self._book.idle:
+                if not threading.main_thread().is_alive():
+                    self._stop = True
+                    break
+                self._wakeup.wait(IDLE_LOOK_S)
+            inbox, self._inbox = self._inbox, []
+            return inbox
+
+    def _enter(self, handle: Handle, group: list[NewRequest], submitted_s: float) -> None:
+        try:
+            for index, new in enumerate(group):
+                assert isinstance(new.judge, TextJudge)
+                self._live[new.number] = _Live(handle, index, new.judge, submitted_s)
+            self._book.submit_all(group, self.clock())
+        except KimiCoreError as error:
+            for new in group:
+                self._live.pop(new.number, None)
+            handle.fail(error)
+        finally:
+            with self._wakeup:
+                self._queued -= len(group)
+
+    def _step(self) -> None:
+        book = self._book
+        plan = self._planner.plan(book.view(self.clock()), self._cost)
+        bound = book.bind(plan)
+        if not bound.rows:
+            self._tell(book.take_events())
+            with self._wakeup:
+                if not self._inbox and not self._stop:
+                    self._wakeup.wait(BLOCKED_LOOK_S)
+            return
+        begun_s = self.clock()
+        result = self._runner.run(bound)
+        now_s = self.clock()
+        self._step_s += 0.1 * (now_s - begun_s - self._step_s) if self._step_s else now_s - begun_s
+        self._cost.observe(now_s - begun_s, *step_load(bound.rows))
+        self._tell(book.commit(bound, result, now_s))
+
+    # ------------------------------------------------------------ telling
+
+    def _publish(self) -> None:
+        self.stats = stats = self._book.stats(self._step_s, self._planner.faults)
+        self._waiting = stats.requests_waiting
+
+    def _tell(self, events: Sequence[Event]) -> None:
+        """Make what happened visible: the figures first, so that a woken reader sees them."""
+        self._publish()
+        for event in events:
+            live = self._live.get(event.request)
+            if live is None:
+                continue
+            if isinstance(event, Tokens):
+                self._tell_tokens(live, event)
+            elif isinstance(event, Finished):
+                del self._live[event.request]
+                self._tell_end(live, event)
+            elif isinstance(event, Failed):
+                self._tell_failure(live, event.error)
+
+    def _tell_tokens(self, live: _Live, event: Tokens) -> None:
+        if event.prompt_scores:
+            live.handle.feed_prompt(event.prompt_scores)
+        if event.tokens and not live.handle.feed(live.index, live.judge.take(), event.tokens, event.logprobs):
+            self.cancel(live.handle)  # nobody is left to read
+
+    def _tell_end(self, live: _Live, event: Finished) -> None:
+        handle = live.handle
+        first_s = event.finished_s if event.first_token_s is None else event.first_token_s
+        started_s = event.finished_s if event.started_s is None else event.started_s
+        timing = Timing(
+            queue_s=max(0.0, started_s - event.arrived_s),
+            ttft_s=first_s - live.submitted_s,
+            total_s=event.finished_s - live.submitted_s,
+        )
+        handle.account(live.index, Usage(event.prompt_tokens, event.cached_tokens, event.completion_tokens), timing)
+        live.judge.finish()
+        handle.finish(live.index, event.reason, event.stop, live.judge.take())
+
+    def _tell_failure(self, live: _Live, error: BaseException) -> None:
+        """End the whole handle: its other choices are of no use without this one."""
+        self._drop(live.handle)
+        live.handle.fail(error)
+
+    # ------------------------------------------------------------ the end
+
+    def _refuse(self, inbox: Sequence[tuple[Handle, list[NewRequest], float] | Handle]) -> None:
+        for item in inbox:
+            if not isinstance(item, Handle):
+                item[0].fail(EngineClosed("the engine was closed before this request began"))
+
+    def _fail_all(self, error: BaseException) -> None:
+        with self._wakeup:
+            self._failure = error
+            inbox, self._inbox = self._inbox, []
+        waiting = [item[0] for item in inbox if not isinstance(item, Handle)]
+        self._empty(error)
+        for handle in [*{id(one.handle): one.handle for one in self._live.values()}.values(), *waiting]:
+            failed = EngineFailed(f"a step of the engine failed: {error!r}")
+            failed.__cause__ = error
+            handle.fail(failed)
+        self._live.clear()
+
+    def _empty(self, error: BaseException) -> None:
+        """Give every block back before anybody is told, so that a woken reader sees the figures of the end."""
+        try:
+            self._book.fail_all(error)
+            self._publish()
+        except Exception:  # the book itself broke: whoever waits has to learn of the end nevertheless
+            _log.exception("the requests' blocks could not be given back")
+
+    def _end(self, restore: int | None) -> None:
+        closed = "the engine was closed before this request was finished"
+        self._empty(EngineClosed(closed))
+        for handle in {id(one.handle): one.handle for one in self._live.values()}.values():
+            handle.fail(EngineClosed(closed))
+        self._live.clear()
+        self._runner.close()
+        if restore is not None and self._set_threads is not None:
+            self._set_threads(restore)
+        with self._wakeup:
+            self._stopped = True
+            inbox, self._inbox = self._inbox, []
+            farewells, self._farewells = self._farewells, []
+        self._refuse(inbox)
+        for waker in farewells:
+            waker.notify()

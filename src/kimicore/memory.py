@@ -1,0 +1,44 @@
+"""How much memory this process may still use."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["available_bytes"]
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_bytes(cgroup: Path = _CGROUP, meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Return the bytes that can be allocated without swapping: the system's, or the container's where that is less."""
+    system = _meminfo(meminfo)
+    limits = [
+        (cgroup / "memory.max", cgroup / "memory.current"),
+        (cgroup / "memory/memory.limit_in_bytes", cgroup / "memory/memory.usage_in_bytes"),
+    ]
+    for limit, used in limits:
+        most, now = _number(limit), _number(used)
+        if most is not None and now is not None:
+            return max(0, min(system, most - now))
+    return system
+
+
+def _meminfo(path: Path) -> int:
+    try:
+        for line in path.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return 4 << 30
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # absent, or "max"
+        return None

@@ -1,0 +1,1 @@
+"""Model families: files, weights, the forward pass and sampling."""

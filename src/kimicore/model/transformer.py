@@ -1,0 +1,141 @@
+"""The decoder's forward pass over a packed batch and a paged KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kimicore.model.batch import Batch
+from kimicore.model.rope import Rotary
+from kimicore.model.spec import ModelSpec, kv_places
+from kimicore.model.weights import LayerWeights, ModelWeights, load_weights, weight_bytes
+
+if TYPE_CHECKING:
+    from kimicore.kernels.registry import Ops
+    from kimicore.model.source import Progress, WeightSource
+
+__all__ = ["Transformer"]
+
+
+class Transformer:
+    """A loaded model. It holds no state beside its weights: what a step needs is in the batch and the arenas."""
+
+    def __init__(self, spec: ModelSpec, weights: ModelWeights, ops: Ops, *, known_tokens: int | None = None) -> None:
+        self.spec = spec
+        self.ops = ops
+        self.weights = weights
+        self.dtype = weights.embedding.dtype
+        self.weight_bytes = weight_bytes(weights)
+        self._known_tokens = spec.vocab_size if known_tokens is None else min(known_tokens, spec.vocab_size)
+        self._rotary = Rotary(spec.ropes)
+        self._places = kv_places(spec)
+        self._embed_scale: float | None = None
+        if spec.embed_scale is not None:  # rounded to the model's dtype, as the reference code has it
+            self._embed_scale = float(torch.tensor(spec.embed_scale, dtype=torch.float32).to(self.dtype))
+
+    @classmethod
+    def load(
+        cls,
+        spec: ModelSpec,
+        source: WeightSource,
+        ops: Ops,
+        dtype: torch.dtype,
+        progress: Progress | None = None,
+        *,
+        known_tokens: int | None = None,
+    ) -> Transformer:
+        """Return the model with its weights read from ``source`` in ``dtype``.
+
+        ``progress("weights", done_bytes, total_bytes)`` is called as tensors arrive. ``known_tokens``: size of the
+        tokenizer's vocabulary; the logits of ids from there on (rows that pad the vocabulary) are -inf.
+
+        Raises :class:`~kimicore.ModelLoadError`; see :func:`kimicore.model.weights.load_weights`.
+        """
+        return cls(spec, load_weights(spec, source, dtype, progress), ops, known_tokens=known_tokens)
+
+    def forward(self, batch: Batch, arenas: Sequence[Tensor]) -> Tensor:
+        """Write the batch's keys and values, and return the final hidden states of ``batch.selected`` [n, C].
+
+        ``arenas``: per KV class [S, L, 2, KH, block_tokens, D]. The caller enters ``torch.inference_mode``.
+        """
+        ops, eps, layers = self.ops, self.spec.norm_eps, self.weights.layers
+        hidden = torch.nn.functional.embedding(batch.token_ids, self.weights.embedding)
+        if self._embed_scale is not None:
+            hidden = hidden * self._embed_scale
+        cos_sin = self._rotary.cos_sin(batch.positions, batch.rope_tokens)
+        normed, residual = ops.rms_norm(hidden, layers[0].input_norm, eps)
+        for index, layer in enumerate(layers):
+            last = index + 1 == len(layers)
+            q = self._project(index, layer, normed, batch, arenas, cos_sin)
+            if last and not len(batch.selected):
+                return hidden.new_empty((0, self.spec.hidden_size))  # the cache is all that was wanted
+            attended = self._attend(index, q, batch, arenas)
+            if last:  # nothing reads the other tokens any more
+                attended = attended.index_select(0, batch.selected)
+                residual = residual.index_select(0, batch.selected)
+            mixed = ops.linear(attended, layer.output, layer.output_bias)
+            normed, residual = self._join(mixed, residual, layer.attention_out_norm, layer.mlp_norm)
+            gated = ops.gated_act(ops.linear(normed, layer.gate_up, layer.gate_up_bias), self.spec.activation)
+            mixed = ops.linear(gated, layer.down, layer.down_bias)
+            following = self.weights.final_norm if last else layers[index + 1].input_norm
+            normed, residual = self._join(mixed, residual, layer.mlp_out_norm, following)
+        return normed
+
+    def _join(self, x: Tensor, residual: Tensor, out_norm: Tensor | None, next_norm: Tensor) -> tuple[Tensor, Tensor]:
+        """Add a sublayer's output to the stream and norm it for the next; a sandwich norms the output first."""
+        if out_norm is not None:
+            x, _ = self.ops.rms_norm(x, out_norm, self.spec.norm_eps)
+        return self.ops.rms_norm(x, next_norm, self.spec.norm_eps, residual)
+
+    def _project(
+        self,
+        index: int,
+        layer: LayerWeights,
+        x: Tensor,
+        batch: Batch,
+        arenas: Sequence[Tensor],
+        cos_sin: tuple[tuple[Tensor, Tensor], ...],
+    ) -> Tensor:
+        """Write the layer's keys and values and return its rotated queries [T, H, D]."""
+        spec = self.spec
+        qkv = self.ops.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, spec.head_dim)
+        q, k, v = torch.split(qkv, [spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, _ = self.ops.rms_norm(q, layer.q_norm, spec.norm_eps)
+            k, _ = self.ops.rms_norm(k, layer.k_norm, spec.norm_eps)
+        cos, sin = cos_sin[spec.layers[index].rope]
+        kv_class, place = self._places[index]
+        self.ops.rotary_write(q, k, v, cos, sin, arenas[kv_class], place, batch.slots[kv_class])
+        return q
+
+    def _attend(self, index: int, q: Tensor, batch: Batch, arenas: Sequence[Tensor]) -> Tensor:
+        """Return the layer's attention output [T, H D]."""
+        kv_class, place = self._places[index]
+        attended = self.ops.paged_attention(
+            q,
+            arenas[kv_class],
+            place,
+            batch.block_tables[kv_class],
+            batch.row_starts,
+            batch.contexts,
+            scale=self.spec.attention_scale,
+            window=self.spec.layers[index].window,
+            softcap=self.spec.attention_softcap,
+        )
+        return attended.flatten(1)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the vocabulary's logits, float32 [n, vocab_size], for hidden states [n, C].
+
+        That is ``4 * vocab_size`` bytes a row: score long prompts in pieces.
+        """
+        scores = self.ops.linear(hidden, self.weights.head).float()
+        cap = self.spec.final_softcap
+        if cap is not None:
+            scores = cap * torch.tanh(scores / cap)
+        if self._known_tokens < self.spec.vocab_size:
+            scores[:, self._known_tokens :] = -torch.inf
+        return scores

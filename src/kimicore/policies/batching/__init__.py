@@ -1,0 +1,1 @@
+"""Batching policies: in which order requests get the tokens of a step."""

@@ -1,0 +1,1 @@
+"""Eviction policies: which cached block goes when memory is needed."""

@@ -1,0 +1,1 @@
+"""Padding policies: which shapes a step may run at."""

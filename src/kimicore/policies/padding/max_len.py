@@ -1,0 +1,32 @@
+"""Padding to powers of two: few shapes."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from kimicore.errors import ConfigError
+from kimicore.types import Shape
+
+__all__ = ["MaxLen"]
+
+
+@frozen
+class MaxLen:
+    """Every direction is rounded up to ``smallest`` times a power of two.
+
+    At most one shape per power and direction exists, and less than half of a step of ``smallest`` or more is padding.
+    """
+
+    smallest: int = 1
+    name: str = "max-len"
+
+    def __attrs_post_init__(self) -> None:
+        if isinstance(self.smallest, bool) or not isinstance(self.smallest, int) or self.smallest < 1:
+            raise ConfigError(f"smallest={self.smallest!r}: must be an integer of at least 1")
+
+    def shape(self, tokens: int, rows: int, blocks: int) -> Shape:
+        """Return the next powers of two."""
+        return Shape(self._up(tokens), self._up(rows), self._up(blocks))
+
+    def _up(self, size: int) -> int:
+        return self.smallest << max(0, -(-size // self.smallest) - 1).bit_length()

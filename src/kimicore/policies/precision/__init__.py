@@ -1,0 +1,1 @@
+"""Precision maps: which module keeps which precision."""

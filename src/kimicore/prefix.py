@@ -1,0 +1,161 @@
+"""Names of block contents, and which of a prompt's blocks are already there.
+
+A key is a keyed blake2b digest over the parent's key, the block's tokens and everything else that the bytes
+of a KV block depend on. The secret makes keys unpredictable, and 128 bits make equal keys mean equal contents.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from hashlib import blake2b
+from struct import pack
+from typing import Any
+
+from attrs import evolve, fields, frozen
+
+from kimicore.contracts import BlockKey
+
+__all__ = ["BlockKeys", "KeyChain", "KeyContext", "PrefixIndex", "longest_hit"]
+
+KEY_BYTES = 16
+
+
+@frozen
+class KeyContext:
+    """What a block's bytes depend on besides its tokens and those before them; every field is empty by default.
+
+    ``weights``: fingerprint of the weights and their precision map. ``kv_class``: name, layers, dtype and window.
+    ``rope``: the variant with its factors (a dynamic one with the length that fixed its factor). ``activation``:
+    first, middle or last. ``salt``: the tenant's; requests with different salts never share a block.
+    """
+
+    weights: bytes = b""
+    tokenizer: bytes = b""
+    lexicon: bytes = b""
+    kv_class: bytes = b""
+    rope: bytes = b""
+    adapter: bytes = b""
+    guide: bytes = b""
+    activation: bytes = b""
+    salt: bytes = b""
+
+    def encoded(self) -> bytes:
+        """Return the fields with their lengths, so that no two contexts give the same bytes."""
+        return b"".join(joined(getattr(self, name)) for name in _CONTEXT_FIELDS)
+
+
+_CONTEXT_FIELDS = tuple(one.name for one in fields(KeyContext))
+
+
+def joined(*parts: bytes) -> bytes:
+    """Return the parts, each after its length as 8 bytes."""
+    return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+
+
+class BlockKeys:
+    """Makes the keys of an engine: ``secret`` (at most 64 bytes; None draws one) and the block size in tokens."""
+
+    def __init__(self, block_tokens: int, secret: bytes | None = None) -> None:
+        self.block_tokens = block_tokens
+        self._secret = secrets.token_bytes(32) if secret is None else secret
+
+    def chain(self, context: KeyContext) -> KeyChain:
+        """Return an empty chain of keys for one sequence in one KV class."""
+        start = blake2b(context.encoded(), key=self._secret, digest_size=KEY_BYTES, person=b"kimicore-block")
+        return KeyChain(start, self.block_tokens)
+
+    def chains(self, contexts: Sequence[KeyContext], salt: bytes, rope: bytes | None) -> tuple[KeyChain, ...]:
+        """Return a sequence's chain per KV class, with its tenant's salt (and its own rope variant where given)."""
+        if rope is None:
+            return tuple(self.chain(evolve(one, salt=salt)) for one in contexts)
+        return tuple(self.chain(evolve(one, salt=salt, rope=joined(one.rope, rope))) for one in contexts)
+
+
+class KeyChain:
+    """Keys of a sequence's full blocks; ``keys[i]`` names tokens ``[i * block_tokens, (i + 1) * block_tokens)``."""
+
+    __slots__ = ("_start", "block_tokens", "keys")
+
+    def __init__(self, start: Any, block_tokens: int) -> None:
+        self._start = start
+        self.block_tokens = block_tokens
+        self.keys: list[BlockKey] = []
+
+    def extend(self, tokens: Sequence[int], blocks: int) -> list[BlockKey]:
+        """Return at least ``blocks`` keys, computing those that are missing from ``tokens`` (all of the sequence's)."""
+        keys = self.keys
+        done = len(keys)
+        if done >= blocks:
+            return keys
+        size = self.block_tokens
+        more = tokens[done * size : blocks * size]
+        data = pack(f"<{len(more)}i", *more)
+        parent = keys[-1] if keys else b"\0" * KEY_BYTES
+        for at in range(0, (blocks - done) * size * 4, size * 4):
+            digest = self._start.copy()
+            digest.update(parent)
+            digest.update(data[at : at + size * 4])
+            parent = digest.digest()
+            keys.append(parent)
+        return keys
+
+
+class PrefixIndex:
+    """Which slot of one KV class holds which content; only full blocks are ever in it."""
+
+    __slots__ = ("slots",)
+
+    def __init__(self) -> None:
+        self.slots: dict[BlockKey, int] = {}
+
+    def run(self, keys: Sequence[BlockKey], blocks: int) -> int:
+        """Return how many of the first ``blocks`` keys are held, in a class where a block's parent always is.
+
+        That makes "held" true up to some block and false after it, so halving finds the place.
+        """
+        slots = self.slots
+        low, high = 0, blocks
+        while low < high:
+            middle = (low + high + 1) >> 1
+            if keys[middle - 1] in slots:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+
+def first_seen(position: int, window: int | None, block_tokens: int) -> int:
+    """Return the first block that a query at ``position`` sees in a class of this window."""
+    return 0 if window is None or position < window else (position - window + 1) // block_tokens
+
+
+def longest_hit(
+    indexes: Sequence[PrefixIndex],
+    windows: Sequence[int | None],
+    chains: Sequence[KeyChain],
+    block_tokens: int,
+    blocks: int,
+) -> int:
+    """Return the most blocks (at most ``blocks``) after which a sequence can go on in every class at once.
+
+    A class without a window needs all of them; one with a window those that the next query sees. The
+    chains must have that many keys.
+    """
+    count = blocks
+    for index, window, chain in zip(indexes, windows, chains, strict=True):
+        if window is None:
+            count = index.run(chain.keys, count)
+    settled = False
+    while not settled:
+        settled = True
+        for index, window, chain in zip(indexes, windows, chains, strict=True):
+            if window is None:
+                continue
+            at = count - 1
+            while at >= first_seen(count * block_tokens, window, block_tokens):
+                if chain.keys[at] not in index.slots:
+                    count = at  # every longer hit would need this block as well
+                    settled = False
+                at -= 1
+    return count

@@ -1,0 +1,257 @@
+"""The living requests and the moves between their states; blocks follow every move."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from kimicore.admission import Traffic
+from kimicore.contracts import RowView
+from kimicore.ledger import Ledger
+from kimicore.prefix import first_seen
+from kimicore.requests import Event, Failed, Finished, Preempted, Request
+from kimicore.types import FinishReason
+
+__all__ = ["Roster"]
+
+
+class Roster:
+    """Who lives, who waits and who runs.
+
+    ``waiting`` leaves out those that wait for their leader (``followers``). ``cache_age`` grows whenever blocks
+    enter or leave the cache. ``solo``: a request that has to run alone. ``counts``: totals for the statistics.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.requests: dict[int, Request] = {}
+        self.waiting: dict[int, Request] = {}
+        self.running: dict[int, Request] = {}
+        self.followers: dict[int, list[int]] = {}
+        self.groups: Counter[int] = Counter()
+        self.events: list[Event] = []
+        self.counts: Counter[str] = Counter()
+        self.traffic = Traffic()
+        self.waiting_view: tuple[RowView, ...] | None = None
+        self.cache_age = 0
+        self.solo: int | None = None
+
+    # ------------------------------------------------------------ coming and going
+
+    def enter(self, request: Request, now_s: float) -> None:
+        """Take a new request: it waits, or waits for its leader, or ends where nothing is to be computed."""
+        self.requests[request.number] = request
+        self.groups[request.group] += 1
+        if request.logits_at == "none":
+            self.finish(request, "length", None, now_s)
+            return
+        leader = None if request.new.leader is None else self.requests.get(request.new.leader)
+        if leader is not None and leader.computed < leader.prompt_tokens and not leader.cancelled:
+            request.held_by = leader.number
+            self.followers.setdefault(leader.number, []).append(request.number)
+        else:
+            self.wait(request)
+
+    def wait(self, request: Request) -> None:
+        """Put a request into the queue."""
+        request.held_by = None
+        request.state = "waiting"
+        request.row_view = self.waiting_view = None
+        request.seen_at = -1
+        self.waiting[request.number] = request
+
+    def free_followers(self, leader: int) -> None:
+        """Let those that wait for this request wait for blocks and slots only."""
+        for number in self.followers.pop(leader, ()):
+            follower = self.requests.get(number)
+            if follower is not None and follower.held_by == leader:
+                self.wait(follower)
+
+    def finish(self, request: Request, reason: FinishReason, stop: str | int | None, now_s: float) -> None:
+        """End a request with its answer."""
+        self.counts["finished"] += 1
+        self.events.append(
+            Finished(
+                request.number,
+                reason,
+                stop,
+                request.prompt_tokens,
+                request.first_cached,
+                request.generated,
+                request.new.arrived_s,
+                request.started_s,
+                request.first_token_s,
+                now_s,
+            )
+        )
+        self.leave(request)
+
+    def fail(self, request: Request, error: BaseException) -> None:
+        """End a request with an error; what it computed is not trusted."""
+        self.counts["failed"] += 1
+        self.events.append(Failed(request.number, error))
+        self.leave(request, forget=True)
+
+    def abandon(self, request: Request) -> None:
+        """End a request that nobody asks for any more: now, or when its running step is committed."""
+        if request.in_flight:
+            request.cancelled = True
+        else:
+            self.leave(request)
+
+    def leave(self, request: Request, *, forget: bool = False) -> None:
+        """Give back everything of a request, once, and forget it."""
+        number = request.number
+        del self.requests[number]
+        if self.waiting.pop(number, None) is not None:
+            self.waiting_view = None
+        self.running.pop(number, None)
+        if request.held_by is not None:
+            self.followers[request.held_by].remove(number)
+        self.groups[request.group] -= 1
+        last = not self.groups[request.group]
+        if last:
+            del self.groups[request.group]
+        if forget:
+            own = request.cached // self.ledger.block_tokens
+            for kind, table in enumerate(request.tables):
+                self.ledger.forget(kind, [slot for slot in table[own : request.sealed] if slot])
+        keep = 0
+        if not request.new.use_cache and not last:  # its group may still want the prompt
+            keep = request.prompt_tokens // self.ledger.block_tokens
+        self.release(request, keep=None if request.new.use_cache else keep)
+        if self.solo == number:
+            self.solo = None
+        self.free_followers(number)
+
+    # ------------------------------------------------------------ blocks
+
+    def release(self, request: Request, keep: int | None = None) -> None:
+        """Give back a request's blocks; only the first ``keep`` stay cached (None: all)."""
+        self.cache_age += 1
+        for kind, table in enumerate(request.tables):
+            live = request.live[kind]
+            cut = len(table) if keep is None else max(live, min(keep, len(table)))
+            self.ledger.release(kind, table[cut:][::-1], drop=True)
+            self.ledger.release(kind, table[live:cut][::-1])
+            table.clear()
+            request.live[kind] = 0
+        request.sealed = request.computed = 0
+
+    def hit(self, request: Request) -> int:
+        """Return how many blocks the cache can give: never all tokens, and nothing that still has to be scored."""
+        most = len(request.known) - 1
+        if request.scored < request.prompt_tokens - 1:
+            most = min(most, request.scored)
+        blocks = most // self.ledger.block_tokens
+        if not blocks:
+            return 0
+        for chain in request.chains:
+            chain.extend(request.known, blocks)
+        return self.ledger.hit(request.chains, blocks)
+
+    def take_hit(self, request: Request) -> None:
+        """Hold what the cache can give to a waiting request."""
+        size = self.ledger.block_tokens
+        blocks = self.hit(request)
+        request.tables = self.ledger.acquire(request.chains, blocks)
+        request.live = [first_seen(blocks * size, window, size) for window in self.ledger.windows]
+        request.sealed = blocks
+        request.cached = request.computed = blocks * size
+
+    def allocate(self, request: Request, count: int) -> bool:
+        """Give a request the blocks for ``count`` more tokens; False (and nothing changed) where there are too few."""
+        more = -(-(request.computed + count) // self.ledger.block_tokens) - len(request.tables[0])
+        if more <= 0:
+            return True
+        for kind, table in enumerate(request.tables):
+            slots = self.ledger.allocate(kind, more)
+            if slots is None:
+                for other in range(kind):
+                    own = request.tables[other]
+                    self.ledger.release(other, own[-more:][::-1])
+                    del own[-more:]
+                return False
+            table.extend(slots)
+        self.cache_age += 1
+        return True
+
+    def seal(self, request: Request) -> None:
+        """Name the blocks that became full, and let go of those that no later query sees."""
+        ledger = self.ledger
+        full = request.computed // ledger.block_tokens
+        if full == request.sealed:
+            return
+        for kind, chain in enumerate(request.chains):
+            chain.extend(request.known, full)
+            table = request.tables[kind]
+            for at in range(request.sealed, full):
+                ledger.seal(kind, table[at], chain, at)
+        request.sealed = full
+        self.cache_age += 1
+        drop = not request.new.use_cache or self.solo == request.number
+        for kind, window in enumerate(ledger.windows):
+            if window is None:
+                continue
+            table, live = request.tables[kind], request.live[kind]
+            first = min(first_seen(request.computed, window, ledger.block_tokens), full)
+            if first > live:
+                ledger.release(kind, table[live:first][::-1], drop=drop)
+                table[live:first] = [0] * (first - live)
+                request.live[kind] = first
+
+    # ------------------------------------------------------------ waiting and running
+
+    def admit(self, request: Request, now_s: float) -> None:
+        """Let a waiting request run; its hit is held already."""
+        del self.waiting[request.number]
+        self.running[request.number] = request
+        request.state = "running"
+        request.row_view = self.waiting_view = None
+        self.traffic.left(now_s)
+        if request.started_s is None:
+            request.started_s = now_s
+            request.first_cached = request.cached
+            self.counts["prompt_tokens"] += request.prompt_tokens
+            self.counts["cached_tokens"] += request.cached
+        self.counts["recomputed_tokens"] += max(0, request.lost - request.computed)
+        request.lost = 0
+
+    def decline(self, request: Request) -> None:
+        """Let go of the hit of a request that was not admitted after all."""
+        self.release(request)
+        request.seen_at = -1
+
+    def preempt(self, request: Request) -> None:
+        """Let a running request give its blocks back and wait; it keeps its tokens and its place."""
+        del self.running[request.number]
+        request.preemptions += 1
+        request.lost = request.computed
+        self.counts["preemptions"] += 1
+        self.events.append(Preempted(request.number))
+        self.release(request)
+        request.cached = 0
+        self.wait(request)
+
+    def make_way(self, request: Request, count: int, yields: Sequence[int], bound: set[int]) -> bool:
+        """Let lower-ranked running requests give way until ``request`` has its blocks; ``bound`` ones cannot."""
+        for number in yields:
+            if number == request.number:
+                break
+            other = self.running.get(number)
+            if other is None or number in bound or other.in_flight:
+                continue
+            self.preempt(other)
+            if self.allocate(request, count):
+                return True
+        return False
+
+    def start_compact(self, request: Request) -> None:
+        """Let the only request begin anew, alone, in an arena without holes, where everything that fits finishes."""
+        if request.state == "running":
+            self.preempt(request)
+        else:
+            self.decline(request)
+        self.ledger.flush()
+        self.cache_age += 1
+        self.solo = request.number

@@ -1,0 +1,154 @@
+"""Tensors in, tokens out: a bound step is packed, run through the model, and sampled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kimicore.kernels.registry import Ops
+from kimicore.kv.arena import Arena
+from kimicore.model.batch import Batch
+from kimicore.model.logprobs import score_prompt
+from kimicore.model.sampling import sample
+from kimicore.model.transformer import Transformer
+from kimicore.types import BoundRow, BoundStep, RowResult, StepResult, TokenScores
+
+__all__ = ["ModelRunner", "pack"]
+
+HEAD_BYTES = 16 << 20
+"""Logits are made in pieces of about this many bytes, so that scoring a long prompt needs little memory."""
+
+
+class ModelRunner:
+    """Runs a model on its device, one step at a time, on whatever thread calls it."""
+
+    def __init__(self, model: Transformer, arena: Arena, ops: Ops, block_tokens: int) -> None:
+        self._model, self._arena, self._ops = model, arena, ops
+        self._block_tokens = block_tokens
+        self._dynamic = any(rope.kind == "dynamic" for rope in model.spec.ropes)
+        self._head_rows = max(1, HEAD_BYTES // (4 * model.spec.vocab_size))
+
+    def run(self, step: BoundStep) -> StepResult:
+        """Compute the step: keys and values into the arena, a token for each row that samples one.
+
+        A row whose logits are not finite has its error in its own result; an exception means the step failed.
+        """
+        begun = time.perf_counter()
+        with torch.inference_mode():
+            batch = pack(step, self._block_tokens, dynamic=self._dynamic)
+            hidden = self._model.forward(batch, self._arena.views)
+            rows = self._results(step.rows, hidden)
+        return StepResult(rows, step_s=time.perf_counter() - begun)
+
+    def close(self) -> None:
+        """Let go of weights and arena; may be called twice."""
+        self.__dict__.pop("_model", None)
+        self.__dict__.pop("_arena", None)
+
+    # ------------------------------------------------------------ from hidden states to results
+
+    def _results(self, rows: Sequence[BoundRow], hidden: Tensor) -> tuple[RowResult, ...]:
+        """Sample and score; ``hidden`` holds the wanted positions of all rows, in order."""
+        results = [RowResult()] * len(rows)
+        sampled: list[int] = []
+        places: list[int] = []
+        start = 0
+        for index, row in enumerate(rows):
+            count = wanted(row)
+            if row.plan.logits_at == "all":
+                results[index] = RowResult(prompt_scores=self._score(row, hidden[start : start + count]))
+            if row.sample:
+                sampled.append(index)
+                places.append(start + count - 1)
+            start += count
+        for first in range(0, len(sampled), self._head_rows):
+            piece = sampled[first : first + self._head_rows]
+            logits = self._model.logits(hidden[places[first : first + self._head_rows]])
+            for index, result in zip(piece, sample(logits, [rows[i] for i in piece], self._ops), strict=True):
+                scores = results[index].prompt_scores
+                results[index] = RowResult(result.tokens, result.logprobs, scores, result.error)
+        return tuple(results)
+
+    def _score(self, row: BoundRow, hidden: Tensor) -> tuple[TokenScores, ...]:
+        """Score the prompt's tokens behind each position of the chunk."""
+        first = row.plan.start + 1
+        following = row.known[first : min(first + row.plan.count, row.prompt_tokens)]
+        scores: list[TokenScores] = []
+        for begin in range(0, len(following), self._head_rows):
+            piece = following[begin : begin + self._head_rows]
+            logits = self._model.logits(hidden[begin : begin + len(piece)])
+            scores.extend(score_prompt(logits, piece, row.params.prompt_logprobs or 0, position=first + begin))
+        return tuple(scores)
+
+
+def wanted(row: BoundRow) -> int:
+    """Return how many of the row's last positions need logits."""
+    if row.plan.logits_at == "all":
+        return row.plan.count
+    return 1 if row.sample else 0
+
+
+def pack(step: BoundStep, block_tokens: int, *, dynamic: bool) -> Batch:
+    """Return the step's rows as one packed batch, padded with dummy tokens to the step's shape.
+
+    Dummy tokens write to slot 0, which belongs to no request, and no row reads them.
+    """
+    rows = step.rows
+    counts = np.fromiter((row.plan.count for row in rows), np.int64, len(rows))
+    starts = np.fromiter((row.plan.start for row in rows), np.int64, len(rows))
+    ends = np.cumsum(counts)
+    real = int(ends[-1])
+    total = max(real, step.shape.tokens)
+    token_ids = np.zeros(total, np.int64)
+    begins = ends - counts
+    for row, begin, end in zip(rows, begins.tolist(), ends.tolist(), strict=True):
+        token_ids[begin:end] = row.known[row.plan.start : row.plan.start + row.plan.count]
+    of_row = np.repeat(np.arange(len(rows)), counts)
+    within = np.arange(real) - begins[of_row]
+    positions = np.zeros(total, np.int64)
+    positions[:real] = starts[of_row] + within
+    tables, slots = _tables(step, of_row, positions[:real], block_tokens, total)
+    selected = [
+        end - n + i for row, end in zip(rows, ends.tolist(), strict=True) for n in (wanted(row),) for i in range(n)
+    ]
+    rope_tokens = None
+    if dynamic:
+        lengths = np.zeros(total, np.int64)
+        lengths[:real] = np.fromiter((row.rope_tokens for row in rows), np.int64, len(rows))[of_row]
+        rope_tokens = torch.from_numpy(lengths)
+    row_starts = np.zeros(len(rows) + 1, np.int32)
+    row_starts[1:] = ends
+    return Batch(
+        token_ids=torch.from_numpy(token_ids),
+        positions=torch.from_numpy(positions),
+        row_starts=torch.from_numpy(row_starts),
+        contexts=torch.from_numpy((starts + counts).astype(np.int32)),
+        block_tables=tuple(torch.from_numpy(table) for table in tables),
+        slots=tuple(torch.from_numpy(one) for one in slots),
+        rope_tokens=rope_tokens,
+        selected=torch.tensor(selected, dtype=torch.int64),
+    )
+
+
+def _tables(
+    step: BoundStep, of_row: NDArray[np.int64], positions: NDArray[np.int64], block_tokens: int, total: int
+) -> tuple[list[NDArray[np.int32]], list[NDArray[np.int64]]]:
+    """Return per KV class the block tables [B, N] and the place that each token is written to [T]."""
+    tables: list[NDArray[np.int32]] = []
+    slots: list[NDArray[np.int64]] = []
+    for index in range(len(step.rows[0].tables)):
+        width = max(step.shape.blocks, max(len(row.tables[index]) for row in step.rows))
+        table = np.zeros((len(step.rows), width), np.int32)
+        for line, row in zip(table, step.rows, strict=True):
+            line[: len(row.tables[index])] = row.tables[index]
+        places = np.zeros(total, np.int64)
+        block = table[of_row, positions // block_tokens].astype(np.int64)
+        places[: len(positions)] = block * block_tokens + positions % block_tokens
+        tables.append(table)
+        slots.append(places)
+    return tables, slots

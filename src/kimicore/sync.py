@@ -1,0 +1,235 @@
+"""The same engine for scripts and notebooks: plain calls, no event loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from os import PathLike
+from types import TracebackType
+from typing import Any, Self
+
+from kimicore.config import EngineConfig
+from kimicore.face import Face, Job
+from kimicore.handle import Handle
+from kimicore.sampling_params import SamplingParams
+from kimicore.types import EngineStats, GenerationResult, StreamChunk
+from kimicore.wake import ThreadWaker
+
+__all__ = ["SyncEngine", "SyncStream"]
+
+
+class SyncEngine:
+    """The engine with blocking methods; may be used from many threads at once, whose requests share batches.
+
+    The arguments, results and errors are those of :class:`~kimicore.Engine`. An interrupt (Ctrl-C) during a
+    call cancels its request.
+    """
+
+    def __init__(
+        self,
+        model: str | PathLike[str],
+        config: EngineConfig | None = None,
+        *,
+        progress: Callable[[str, int, int], None] | None = None,
+    ) -> None:
+        self._face = Face(model, config, progress)
+
+    @property
+    def config(self) -> EngineConfig:
+        """The settings."""
+        return self._face.config
+
+    def open(self) -> None:
+        """Load the model if that has not been done."""
+        if not self._face.opened:
+            self._face.open()
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the engine; waits for the running step, at most ``shutdown_s``; may be called twice."""
+        self._face.begin_close()
+        waker = ThreadWaker()
+        if not self._face.when_closed(waker):
+            end_s = time.monotonic() + self.config.shutdown_s
+            while not self._face.closed and time.monotonic() < end_s:
+                waker.wait(max(0.0, end_s - time.monotonic()))
+        self._face.end_close()
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        tenant: str = "",
+        request_id: str | None = None,
+        parse_special: bool = False,
+        **sampling: Any,
+    ) -> GenerationResult:
+        """Generate a continuation of ``prompt`` and return it whole; see :meth:`kimicore.Engine.generate`."""
+        self.open()
+        job = self._face.job(params, sampling, priority, timeout_s, tenant, request_id)
+        return self._finish(job, self._ids(prompt, parse_special))
+
+    def generate_many(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | None = None,
+        *,
+        timeout_s: float | None = None,
+        tenant: str = "",
+        parse_special: bool = False,
+        **sampling: Any,
+    ) -> list[GenerationResult]:
+        """Generate for all ``prompts`` in one go and return the results in their order.
+
+        The first error cancels the others and is raised.
+        """
+        self.open()
+        jobs = [self._face.job(params, sampling, 0, timeout_s, tenant, None) for _ in prompts]
+        all_ids = [self._ids(prompt, parse_special) for prompt in prompts]
+        waker = ThreadWaker()
+        handles: list[Handle] = []
+        try:
+            for job, ids in zip(jobs, all_ids, strict=True):
+                handles.append(self._face.submit(job, ids, waker, wake_each=False))
+            while not all(one.done for one in handles) and not any(one.error for one in handles):
+                waker.wait()
+            for one in handles:
+                one.raise_error()
+        finally:
+            for one in handles:
+                self._face.cancel(one)
+        return [self._face.result(*one) for one in zip(jobs, all_ids, handles, strict=True)]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        template: str | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        tenant: str = "",
+        request_id: str | None = None,
+        **sampling: Any,
+    ) -> GenerationResult:
+        """Answer ``messages`` through the model's chat template; see :meth:`kimicore.Engine.chat`."""
+        self.open()
+        job = self._face.job(params, sampling, priority, timeout_s, tenant, request_id)
+        return self._finish(job, self._face.chat_ids(messages, template, dict(template_variables or {})))
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        tenant: str = "",
+        request_id: str | None = None,
+        parse_special: bool = False,
+        **sampling: Any,
+    ) -> SyncStream:
+        """Return an iterator of chunks of what :meth:`generate` would return; leaving it cancels the rest."""
+        self.open()
+        job = self._face.job(params, sampling, priority, timeout_s, tenant, request_id)
+        return SyncStream(self._face, job, self._ids(prompt, parse_special))
+
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        template: str | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+        priority: int = 0,
+        timeout_s: float | None = None,
+        tenant: str = "",
+        request_id: str | None = None,
+        **sampling: Any,
+    ) -> SyncStream:
+        """Return an iterator of chunks of what :meth:`chat` would return."""
+        self.open()
+        job = self._face.job(params, sampling, priority, timeout_s, tenant, request_id)
+        return SyncStream(self._face, job, self._face.chat_ids(messages, template, dict(template_variables or {})))
+
+    def stats(self) -> EngineStats:
+        """Return counters and gauges as of the last step."""
+        return self._face.stats()
+
+    def _ids(self, prompt: Any, parse_special: bool) -> Sequence[int]:
+        return self._face.encode(prompt, parse_special) if isinstance(prompt, str) else self._face.check_ids(prompt)
+
+    def _finish(self, job: Job, ids: Sequence[int]) -> GenerationResult:
+        waker = ThreadWaker()
+        handle = self._face.submit(job, ids, waker, wake_each=False)
+        try:
+            while not handle.done:
+                waker.wait()
+        finally:
+            self._face.cancel(handle)
+        return self._face.result(job, ids, handle)
+
+
+class SyncStream:
+    """Chunks of one request as they come: a context manager and an iterator."""
+
+    def __init__(self, face: Face, job: Job, ids: Sequence[int]) -> None:
+        self._face, self._job, self._ids = face, job, ids
+        self._waker = ThreadWaker()
+        self._handle: Handle | None = None
+        self._handle = face.submit(job, ids, self._waker, wake_each=True)
+        self._ready: list[StreamChunk] = []
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __iter__(self) -> Iterator[StreamChunk]:
+        return self
+
+    def __next__(self) -> StreamChunk:
+        """Return the next chunk; raises what ended the request, or ``StopIteration`` at its end."""
+        assert self._handle is not None
+        while not self._closed:
+            done = self._handle.done
+            if not self._ready:
+                self._ready.extend(self._face.chunks(self._job, self._handle))
+            if self._ready:
+                return self._ready.pop(0)
+            if done:
+                self._handle.raise_error()
+                break
+            self._waker.wait()
+        raise StopIteration
+
+    def close(self) -> None:
+        """Cancel the request if it has not ended."""
+        self._closed = True
+        if self._handle is not None:
+            self._face.cancel(self._handle)
+            self._waker.notify()
+
+    def result(self) -> GenerationResult:
+        """Return usage, timing and prompt log-probabilities of an ended stream; its choices hold no text."""
+        return self._face.summary(self._job, self._ids, self._handle)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_handle"):
+            self.close()

@@ -1,0 +1,1 @@
+"""The engine at its public face."""

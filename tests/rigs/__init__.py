@@ -1,0 +1,1 @@
+"""Small models and runners that engine tests are made of."""

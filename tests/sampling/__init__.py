@@ -1,0 +1,1 @@
+"""Tests of sampling, from the noise to the chosen token."""
