@@ -48,7 +48,7 @@ def assemble(model: str | os.PathLike[str], config: EngineConfig, progress: Prog
         )
     classes = kv_classes(spec, str(dtype).removeprefix("torch."), config.block_tokens)
     arena = _arena(classes, config)
-    ops = select_ops("cpu", dtype, native=config.native_kernels)
+    ops = select_ops("cpu", dtype, native=config.native_kernels, shapes=_weight_shapes(spec))
     transformer = Transformer.load(spec, source, ops, dtype, progress, known_tokens=tokenizer.vocab_size)
     runner = ModelRunner(transformer, arena, ops, config.block_tokens)
     dynamic = any(one.kind == "dynamic" for one in spec.ropes)
@@ -88,6 +88,18 @@ def choose_dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ConfigError(f"dtype={name!r}: must be auto, float32, bfloat16 or float16")
     return dtype
+
+
+def _weight_shapes(spec: ModelSpec) -> tuple[tuple[int, int], ...]:
+    """Return the (outputs, inputs) of the model's products."""
+    wide = spec.heads * spec.head_dim
+    return (
+        (wide + 2 * spec.kv_heads * spec.head_dim, spec.hidden_size),
+        (spec.hidden_size, wide),
+        (2 * spec.intermediate_size, spec.hidden_size),
+        (spec.hidden_size, spec.intermediate_size),
+        (spec.vocab_size, spec.hidden_size),
+    )
 
 
 def _arena(classes: Sequence[KVClass], config: EngineConfig) -> Arena:

@@ -177,7 +177,7 @@ class Blocks:
     def longest_unused(self) -> int:
         """Return the cached block that goes first where there is no policy to ask."""
         for slot in self.idle:
-            if not self.children[slot]:  # true of the first, unless a pin was in between
+            if not self.children[slot]:  # true of the first, since a block is let go after those that follow it
                 return slot
         raise AssertionError("cached blocks are there, and each is followed by another one")
 
@@ -208,8 +208,7 @@ class Blocks:
             assert state == SEALED or (refs == 1 and key is None)
             assert (slot in self.idle) == (not refs and not pins)
             if key is None or slots[key] != slot:
-                assert refs
-                assert key is None or slot in self.twins[key]
+                assert (refs or pins) if key is None else (refs and slot in self.twins[key])
                 assert not self.children[slot]
                 assert not self.parent[slot]
                 assert not self.told[slot]
@@ -231,8 +230,8 @@ class Blocks:
             assert above is not None
             assert self.index.slots[above] == parent
             assert slot in (self.children[parent] or ())
-            holds = self.refs[parent] or self.pins[parent] or not (self.refs[slot] or self.pins[slot])
-            assert holds or self.pins[slot], "who holds a block holds those before it"
+            held = self.refs[parent] or self.pins[parent]
+            assert held or not (self.refs[slot] or self.pins[slot]), "who holds a block holds those before it"
         for child in self.children[slot] or ():
             assert self.parent[child] == slot
             assert self.is_indexed(child)

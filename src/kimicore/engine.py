@@ -214,7 +214,8 @@ class Stream:
         self._closed = False
 
     async def __aenter__(self) -> Self:
-        await self._start()
+        if not self._closed:
+            await self._start()
         return self
 
     async def __aexit__(
@@ -227,6 +228,8 @@ class Stream:
 
     async def __anext__(self) -> StreamChunk:
         """Return the next chunk; raises what ended the request, or ``StopAsyncIteration`` at its end."""
+        if self._closed:  # a stream that was closed before it began never begins
+            raise StopAsyncIteration
         handle, waker = await self._start()
         while not self._closed:
             done = handle.done  # looked at first: what comes between the two looks is not lost
@@ -255,6 +258,8 @@ class Stream:
             self._ids = await self._ids_of(self._job)
             self._waker = AsyncWaker()
             self._handle = self._face.submit(self._job, self._ids, self._waker, wake_each=True)
+            if self._closed:  # by another task, while the prompt was tokenized
+                self._face.cancel(self._handle)
         assert self._waker is not None
         return self._handle, self._waker
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from attrs import frozen
+from attrs import define, frozen
 
 from kimicore.blocks import FILLING, FREE, SEALED, Blocks
 from kimicore.contracts import BlockKey, Eviction
@@ -13,7 +13,7 @@ from kimicore.prefix import KeyChain, first_seen, longest_hit
 from kimicore.slabs import Slabs
 from kimicore.types import KVClass
 
-__all__ = ["FILLING", "FREE", "SEALED", "BlockCounts", "Ledger"]
+__all__ = ["FILLING", "FREE", "SEALED", "BlockCounts", "Ledger", "Pin"]
 
 
 @frozen
@@ -24,6 +24,14 @@ class BlockCounts:
     cached: int
     free: int
     total: int
+
+
+@define(eq=False)
+class Pin:
+    """A block that is kept while its bytes move, and those before it: its ``slots``, last first."""
+
+    kind: int
+    slots: list[int]
 
 
 class Ledger:
@@ -109,24 +117,34 @@ class Ledger:
             self.slabs.hold(kind, slot)
         own.refs[slot] += 1
 
-    def pin(self, kind: int, slot: int) -> None:
-        """Keep a sealed block where it is while its bytes move, whoever holds it or not."""
-        own = self._blocks[kind]
-        if own.state[slot] != SEALED:
-            raise ValueError(f"slot {slot} of class {kind} is not sealed and cannot be pinned")
-        if not own.refs[slot] and not own.pins[slot]:
-            own.idle.pop(slot, None)
-            self.slabs.hold(kind, slot)
-        own.pins[slot] += 1
+    def pin(self, kind: int, slot: int) -> Pin:
+        """Keep an indexed block where it is while its bytes move, whoever holds it; those before it stay as well.
 
-    def unpin(self, kind: int, slot: int) -> None:
-        """End one pin; raises ValueError where there is none."""
+        Raises ValueError for a block that nobody could find.
+        """
         own = self._blocks[kind]
-        if not own.pins[slot]:
-            raise ValueError(f"slot {slot} of class {kind} is not pinned")
-        own.pins[slot] -= 1
-        if not own.pins[slot] and not own.refs[slot]:
-            self._rest(kind, slot, drop=False)
+        if not own.is_indexed(slot):
+            raise ValueError(f"slot {slot} of class {kind} is not indexed and cannot be pinned")
+        path = [slot]
+        while own.parent[path[-1]]:
+            path.append(own.parent[path[-1]])
+        for one in path:
+            if not own.refs[one] and not own.pins[one]:
+                del own.idle[one]
+                self.slabs.hold(kind, one)
+            own.pins[one] += 1
+        return Pin(kind, path)
+
+    def unpin(self, pin: Pin) -> None:
+        """End a pin; raises ValueError where it has ended already."""
+        if not pin.slots:
+            raise ValueError(f"this pin of class {pin.kind} has ended already")
+        own = self._blocks[pin.kind]
+        slots, pin.slots = pin.slots, []
+        for slot in slots:
+            own.pins[slot] -= 1
+            if not own.pins[slot] and not own.refs[slot]:
+                self._rest(pin.kind, slot, drop=False)
 
     # ------------------------------------------------------------ filling
 
@@ -327,6 +345,10 @@ class Ledger:
     def refs(self, kind: int, slot: int) -> int:
         """Return how many requests hold the slot."""
         return self._blocks[kind].refs[slot]
+
+    def indexed(self, kind: int, slot: int) -> bool:
+        """Return whether others can find this very block."""
+        return self._blocks[kind].is_indexed(slot)
 
     def cached(self, kind: int, key: BlockKey) -> int:
         """Return the slot that holds this content, or 0."""

@@ -23,7 +23,7 @@ from kimicore.handle import Handle
 from kimicore.plan import Planner
 from kimicore.requests import Event, Failed, Finished, NewRequest, Tokens
 from kimicore.sampling_params import SamplingParams
-from kimicore.text.judge import TextJudge
+from kimicore.text.judge import TextJudge, resolve_stops
 from kimicore.text.tokenizer import Tokenizer
 from kimicore.types import EngineStats, Timing, Usage
 from kimicore.wake import Waker
@@ -49,6 +49,17 @@ class _Live:
     index: int
     judge: TextJudge
     submitted_s: float
+
+
+class _EngineThread(threading.Thread):
+    """An engine's own thread; by its type, engines know each other."""
+
+
+def _forsaken() -> bool:
+    """Return whether the program has ended but for engines: nobody is left to ask or to read."""
+    if threading.main_thread().is_alive():
+        return False
+    return all(one.daemon or isinstance(one, _EngineThread) for one in threading.enumerate() if one.is_alive())
 
 
 class EngineLoop:
@@ -99,7 +110,7 @@ class EngineLoop:
         """Start the engine's thread."""
         # Not a daemon: a thread inside a native step must not be torn down with the interpreter. It ends by
         # itself when the main thread has.
-        self._thread = threading.Thread(target=self._work, name="kimicore-engine", daemon=False)
+        self._thread = _EngineThread(target=self._work, name="kimicore-engine", daemon=False)
         self._thread.start()
 
     def check_params(self, params: SamplingParams) -> None:
@@ -109,7 +120,7 @@ class EngineLoop:
             for one in ids:
                 if one > high:
                     raise InvalidRequest(f"{name}: token id {one} is outside the vocabulary (0 to {high})")
-        TextJudge(self.tokenizer, params)
+        resolve_stops(self.tokenizer, params)
 
     def submit(self, job: Job, ids: Sequence[int], seed: int, waker: Waker, *, wake_each: bool) -> Handle:
         """Queue a checked request and return its handle; raises Overloaded, EngineClosed or EngineFailed."""
@@ -141,6 +152,8 @@ class EngineLoop:
         params, now_s = job.params, self.clock()
         ends = () if params.ignore_eos else self.tokenizer.eos_ids
         end_ids = frozenset((*ends, *params.stop_token_ids))
+        _, spelled = resolve_stops(self.tokenizer, params)  # stop strings that are a special token
+        banned = tuple(sorted({*self.tokenizer.eos_ids, *params.stop_token_ids, *spelled}))
         quiet = evolve(params, prompt_logprobs=None)  # the first choice scores the prompt for all
         return [
             NewRequest(
@@ -159,7 +172,7 @@ class EngineLoop:
                 leader=numbers[0] if choice else None,
                 judge=TextJudge(self.tokenizer, params),
                 end_ids=end_ids,
-                banned_until_min=tuple(sorted({*self.tokenizer.eos_ids, *params.stop_token_ids})),
+                banned_until_min=banned,
             )
             for choice, number in enumerate(numbers)
         ]
@@ -223,7 +236,8 @@ class EngineLoop:
     def _turn(self) -> bool:
         """Do one round: inbox, deadlines, one step. False when the engine is to end."""
         inbox = self._collect()
-        if self._stop:
+        if self._stop or _forsaken():
+            self._stop = True
             self._refuse(inbox)
             return False
         for item in inbox:
@@ -246,8 +260,7 @@ class EngineLoop:
     def _collect(self) -> list[tuple[Handle, list[NewRequest], float] | Handle]:
         with self._wakeup:
             while not self._inbox and not self._stop and self._book.idle:
-                if not threading.main_thread().is_alive():
-                    self._stop = True
+                if _forsaken():
                     break
                 self._wakeup.wait(IDLE_LOOK_S)
             inbox, self._inbox = self._inbox, []
@@ -277,6 +290,7 @@ class EngineLoop:
                 if not self._inbox and not self._stop:
                     self._wakeup.wait(BLOCKED_LOOK_S)
             return
+        self._publish()  # who was admitted no longer waits, for the queue's limit above all
         begun_s = self.clock()
         result = self._runner.run(bound)
         now_s = self.clock()

@@ -244,7 +244,7 @@ class _Draft:
         entering = sum([1 for one in found if one.request in self.waiting])
         company = len(self.running) + entering
         slots = company < self.limits.max_batch_size
-        margin = company if company and self.view.solo is None else 0
+        margin = company + 1 if company and self.view.solo is None else 0  # the next block of each, its own too
         alone = not company and self.view.memory is not None
         needs = self.room.whole(row, row.known_tokens)
         if slots and self.room.take(needs, margin):

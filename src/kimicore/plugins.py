@@ -68,7 +68,7 @@ def _named(kind: str, name: str) -> list[tuple[str, str]]:
     for other, target, origin in _installed(f"kimicore.{kind}"):
         if other == name and (target, origin) not in found:
             found.append((target, origin))
-    return found
+    return sorted(found)
 
 
 def _load(target: str) -> Any:

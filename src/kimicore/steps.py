@@ -52,6 +52,9 @@ class Steps:
             request = admitted.get(row.request) or roster.running.get(row.request)
             if request is None or request.number in done:
                 continue
+            room = max(0, request.limit - len(request.known) - 1)
+            if len(row.drafts) > room:  # no token beyond the limit is ever accepted
+                row = evolve(row, drafts=row.drafts[:room])
             count = min(row.count, len(request.known) - request.computed)
             if count > 0 and self._grow(request, count, row, plan, done):
                 if request.number in admitted:

@@ -16,6 +16,9 @@ import anyio
 
 __all__ = ["AsyncWaker", "ThreadWaker", "Waker"]
 
+LOOK_EVERY = 32
+"""How many notifications in a row may go unread before the waiter's loop is looked at again."""
+
 
 class Waker(Protocol):
     """Something that can be woken from any thread."""
@@ -46,11 +49,13 @@ class AsyncWaker:
         self._event = anyio.Event()
         self._lock = threading.Lock()
         self._scheduled = False
+        self._unread = 0
 
     def notify(self) -> bool:
-        """Wake the waiter; False where its loop has ended. Many calls before it wakes cost one wake-up."""
+        """Wake the waiter; False where its loop has ended. Many calls before it wakes cost few wake-ups."""
         with self._lock:
-            if self._scheduled:
+            self._unread += 1
+            if self._scheduled and self._unread % LOOK_EVERY:
                 return True
             self._scheduled = True
         try:
@@ -68,6 +73,7 @@ class AsyncWaker:
         self._event = anyio.Event()
         with self._lock:
             self._scheduled = False
+            self._unread = 0
 
 
 class ThreadWaker:

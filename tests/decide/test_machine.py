@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from bad_policies import KINDS, BadEviction
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from policies import KINDS, BadEviction
 from rig import VOCABULARY, Rig, Words, kv_class, prompt_of
 
 from kimicore.errors import Overloaded, RequestFailed, RequestTimeout
@@ -195,7 +195,6 @@ class BookMachine(RuleBasedStateMachine):
 
 
 BookMachine.TestCase.settings = settings(
-    max_examples=120,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),

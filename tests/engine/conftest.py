@@ -15,8 +15,8 @@ from kimicore import Choice, Engine, EngineConfig, SyncEngine
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for the rigs
 
-from rigs.chain import COUNT, GEMMA_START, START, make_chain  # noqa: E402
-from rigs.tiny import make_tiny  # noqa: E402
+from rigs.chain import COUNT, GEMMA_START, START, make_chain
+from rigs.tiny import make_tiny
 
 SMALL: dict[str, Any] = {"dtype": "float32", "kv_device_bytes": "8MiB"}
 
@@ -42,18 +42,45 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def alone(tiny: Path) -> Iterator[Callable[..., Choice]]:
-    """Return what a request gives in an engine without a cache that serves nobody else; asked once per request."""
+def alone_in() -> Iterator[Callable[[Path], Callable[..., Choice]]]:
+    """Return, for a model's folder, what a request gives in an engine without a cache that serves nobody else."""
     known: dict[Any, Choice] = {}
-    with SyncEngine(tiny, EngineConfig(prefix_cache=False, **SMALL)) as engine:
+    engines: dict[Path, SyncEngine] = {}
+
+    def of(folder: Path) -> Callable[..., Choice]:
+        if folder not in engines:
+            engines[folder] = SyncEngine(folder, EngineConfig(prefix_cache=False, **SMALL))
 
         def run(prompt: Any, index: int = 0, **sampling: Any) -> Choice:
-            key = repr((prompt, index, sorted(sampling.items())))
+            key = repr((folder, prompt, index, sorted(sampling.items())))
             if key not in known:
-                known[key] = engine.generate(prompt, **sampling).choices[index]
+                known[key] = engines[folder].generate(prompt, **sampling).choices[index]
             return known[key]
 
-        yield run
+        return run
+
+    yield of
+    for engine in engines.values():
+        engine.close()
+
+
+@pytest.fixture(scope="session")
+def alone(tiny: Path, alone_in: Callable[[Path], Callable[..., Choice]]) -> Callable[..., Choice]:
+    """Return what a request gives alone on the tiny model; each is asked once."""
+    return alone_in(tiny)
+
+
+@pytest.fixture(scope="session")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny model whose layers all have a window of 24 tokens."""
+    return make_tiny(tmp_path_factory.mktemp("windowed"), model_type="mistral", sliding_window=24)
+
+
+@pytest.fixture(scope="session")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny model with a full layer and one with a window of 24 tokens: two KV classes."""
+    window = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}
+    return make_tiny(tmp_path_factory.mktemp("mixed"), model_type="qwen2", **window)
 
 
 def _opened(folder: Path, **settings: Any) -> Iterator[Engine]:

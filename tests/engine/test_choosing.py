@@ -10,10 +10,10 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from rigs.runners import gated
-from rigs.settle import ids_of, joined, read, settled
 
 from kimicore import Choice, Engine, EngineConfig, GenerationResult, InvalidRequest, RequestFailed
+from rigs.runners import gated
+from rigs.settle import ids_of, joined, read, settled
 
 pytestmark = pytest.mark.anyio
 Alone = Callable[..., Choice]

@@ -10,11 +10,11 @@ from typing import Any
 import anyio
 import numpy as np
 import pytest
-from rigs.runners import around
-from rigs.settle import read, settled
 
 from kimicore import Choice, Engine, EngineConfig, EngineFailed, GenerationResult, InvalidRequest, RequestFailed
 from kimicore.types import BoundStep
+from rigs.runners import around, gated
+from rigs.settle import read, settled
 
 pytestmark = pytest.mark.anyio
 Alone = Callable[..., Choice]
@@ -86,8 +86,13 @@ async def test_one_name_may_be_used_again_at_once(shared: Engine, alone: Alone) 
 
 @pytest.mark.parametrize(
     "bad",
-    [[{"content": "x"}], [{"role": "user", "content": 5}], [{"role": "user", "content": "x", "kind": object()}], "text"],
-    ids=str,
+    [
+        [{"content": "x"}],
+        [{"role": "user", "content": 5}],
+        [{"role": "user", "content": "x", "kind": object()}],
+        "text",
+    ],
+    ids=["no role", "content of a wrong kind", "an object", "no list"],
 )
 async def test_a_broken_message_fails_in_its_own_place(shared: Engine, bad: Any) -> None:
     """Of four chats at once one is malformed: three answers and one error (vllm-project/vllm#13101)."""
@@ -115,7 +120,7 @@ async def test_a_broken_message_fails_in_its_own_place(shared: Engine, bad: Any)
 async def test_a_rows_error_ends_its_stream_with_it(shared: Engine, alone: Alone) -> None:
     """An error of one row in its fifth step is raised by that row's async-for and by no other
     (OpenNMT/CTranslate2#1225)."""
-    with around(shared) as runner:
+    with gated(shared) as runner:
         bad = shared.stream([6], max_tokens=20, **GREEDY)
         async with bad, shared.stream([7], max_tokens=20, **GREEDY) as good:
             number = bad._handle.numbers[0] if bad._handle else 0
@@ -126,10 +131,15 @@ async def test_a_rows_error_ends_its_stream_with_it(shared: Engine, alone: Alone
                 return RequestFailed("by the test") if failing else None
 
             runner.fault = fault
+            runner.open()
             got: list[int] = []
-            with pytest.raises(RequestFailed, match="by the test"):
+
+            async def collect() -> None:
                 async for chunk in bad:
                     got.extend(chunk.token_ids)
+
+            with pytest.raises(RequestFailed, match="by the test"):
+                await collect()
             assert tuple(got) == alone([6], max_tokens=20, **GREEDY).token_ids[:4]
             with pytest.raises(RequestFailed):
                 await anext(bad)

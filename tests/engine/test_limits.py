@@ -6,10 +6,10 @@ from pathlib import Path
 
 import anyio
 import pytest
-from rigs.chain import START
-from rigs.settle import settled
 
 from kimicore import Engine, EngineConfig, GenerationResult, InvalidRequest, PromptTooLong
+from rigs.chain import START
+from rigs.settle import settled
 
 pytestmark = pytest.mark.anyio
 

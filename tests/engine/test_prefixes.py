@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rigs.settle import settled
-from rigs.tiny import make_tiny
 
 from kimicore import Choice, Engine, EngineConfig
 from kimicore.prefix import BlockKeys, KeyContext
+from rigs.settle import settled
+from rigs.tiny import make_tiny
 
 pytestmark = pytest.mark.anyio
 Alone = Callable[..., Choice]
@@ -132,7 +131,7 @@ async def test_a_cancelled_turn_leaves_no_trace(shared: Engine) -> None:
         await anext(stream)
     turn = [*history, {"role": "user", "content": "but this"}]
     result = await shared.chat(turn, **asked)
-    fresh = await shared.chat(turn, tenant=json.dumps(len(turn)), **asked)
+    fresh = await shared.chat(turn, tenant=f"fresh {shared.stats().steps}", **asked)
     assert fresh.usage.cached_tokens == 0
     assert result.choices == fresh.choices
     assert (await shared.chat(history[:1], **asked)).choices == reply.choices

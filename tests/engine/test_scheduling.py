@@ -8,11 +8,11 @@ from typing import Any
 
 import anyio
 import pytest
-from rigs.runners import around, gated
-from rigs.settle import settled
 
 from kimicore import Choice, Engine, EngineConfig, Overloaded, RequestTimeout
 from kimicore.types import BoundStep
+from rigs.runners import around, gated
+from rigs.settle import settled
 
 pytestmark = pytest.mark.anyio
 Alone = Callable[..., Choice]
@@ -105,31 +105,27 @@ async def test_aging_is_bounded(tiny: Path) -> None:
         loop = engine._face.loop
         now = [0.0]
         loop.clock = lambda: now[0]  # a second passes with every step
+        urgent: list[float] = []
         served: list[int] = []
-        urgent = 0
 
-        async def low() -> None:
-            await engine.generate([5], max_tokens=2, priority=0, **GREEDY)
-            served.append(urgent)
+        async def lane() -> None:
+            while not served and len(urgent) < 200:
+                await engine.generate([6], max_tokens=4, priority=2, **GREEDY)
+                urgent.append(now[0])
 
         def before(step: BoundStep) -> None:
             now[0] += 1.0
 
         with around(engine, before):
             async with anyio.create_task_group() as group:
-                blocker = engine.stream([5], max_tokens=8, priority=3, **GREEDY)
-                await anext(blocker)
-                group.start_soon(low)
-                await anyio.wait_all_tasks_blocked()
-                while not served and urgent < 200:  # each arrives while the one before it runs
-                    async with engine.stream([6], max_tokens=4, priority=2, **GREEDY) as stream:
-                        await anext(blocker)
-                        blocker = stream
-                        urgent += 1
-                        async for _ in stream:
-                            pass
-        assert served
-        assert served[0] < 40
+                for _ in range(3):  # one runs, two wait
+                    group.start_soon(lane)
+                while len(urgent) < 3:
+                    await engine.generate([7], max_tokens=1, priority=9, **GREEDY)
+                begun = len(urgent)
+                await engine.generate([5], max_tokens=2, priority=0, **GREEDY)
+                served.append(len(urgent) - begun)
+        assert served[0] <= 8  # 10 seconds of newcomers at four a request, and those that were there before
         await settled(engine)
 
 
@@ -221,8 +217,9 @@ async def test_a_full_queue_says_when_and_opens_again(tiny: Path) -> None:
                 for stream in waiting[:2]:
                     await stream.aclose()
                 gate.open()
+            async for _ in running:  # cancellations are seen when the running step ends
+                pass
             result = await engine.generate([9], max_tokens=2, **GREEDY)
             assert len(result.token_ids) == 2
             assert sum([len(chunk.token_ids) async for chunk in waiting[2]]) == 2
-            await running.aclose()
         await settled(engine)

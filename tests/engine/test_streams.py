@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from rigs.chain import COUNT, GEMMA_START, START
-from rigs.settle import ids_of, joined, read, settled
 
 from kimicore import Engine, InvalidRequest
+from rigs.chain import COUNT, GEMMA_START, START
+from rigs.settle import ids_of, joined, read, settled
 
 pytestmark = pytest.mark.anyio
 GREEDY = {"temperature": 0.0}
@@ -121,9 +121,7 @@ async def test_a_special_token_can_be_a_stop_string(script: Engine) -> None:
 
 async def test_the_prompt_does_not_count_for_the_minimum(shared: Engine) -> None:
     """min_tokens counts generated tokens alone (NVIDIA/TensorRT-LLM#12358)."""
-    result = await shared.generate(
-        list(range(5, 45)), min_tokens=20, max_tokens=50, logit_bias={2: 100.0}, **GREEDY
-    )
+    result = await shared.generate(list(range(5, 45)), min_tokens=20, max_tokens=50, logit_bias={2: 100.0}, **GREEDY)
     assert 2 not in result.token_ids[:20]
     assert result.token_ids[20:] == (2,)
     assert result.finish_reason == "stop"

@@ -1,4 +1,4 @@
-"""Inputs of the kernel tests, the float64 attention that they are held to, and which implementations this machine has."""
+"""Inputs of the kernel tests, the float64 attention they are held to, and which implementations this machine has."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class Paged:
         start, end = int(self.starts[row]), int(self.starts[row + 1])
         context = int(self.contexts[row]) - (end - start) + first + count
         queries = self.q[start + first : start + first + count]
-        starts = torch.tensor([0, count], dtype=torch.int32)
-        return queries, self.kv, self.layer, self.table[row : row + 1], starts, torch.tensor([context], dtype=torch.int32)
+        starts, contexts = (torch.tensor(n, dtype=torch.int32) for n in ([0, count], [context]))
+        return queries, self.kv, self.layer, self.table[row : row + 1], starts, contexts
 
 
 def paged(
@@ -109,7 +109,7 @@ def dense_attention(
     importance = torch.zeros(case.table.shape, dtype=torch.float64)
     for row in range(len(case.contexts)):
         start, end, context = int(case.starts[row]), int(case.starts[row + 1]), int(case.contexts[row])
-        for token in range(start, end):
+        for token in range(start, end if context else start):
             position = context - (end - token)
             seen = torch.arange(0 if window is None else max(0, position - window + 1), position + 1)
             at = case.table[row, seen // block_tokens].long(), seen % block_tokens

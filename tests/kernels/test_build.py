@@ -21,6 +21,13 @@ OPERATIONS = {"linear", "rms_norm", "rotary_write", "gated_act", "paged_attentio
 HAS_COMPILER = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="this machine has no C++ compiler")
 
+BUILD = """
+import sys
+from pathlib import Path
+from kimicore.kernels.build import build_library
+library = build_library(Path(sys.argv[1]))
+assert library.handle, library.reason
+"""
 DESCRIBE = """
 import json, torch
 from kimicore.kernels.registry import describe, select_ops
@@ -57,8 +64,7 @@ def test_built_once(tmp_path: Path) -> None:
 @needs_compiler
 def test_damaged_library_is_rebuilt(tmp_path: Path) -> None:
     """A library that cannot be loaded is compiled again."""
-    program = f"from pathlib import Path\nfrom kimicore.kernels.build import build_library\nr = build_library(Path({str(SOURCE)!r}))\nassert r.handle, r.reason"
-    run = [sys.executable, "-c", program]
+    run = [sys.executable, "-c", BUILD, str(SOURCE)]
     subprocess.run(run, env=environ(tmp_path), check=True)
     (found,) = (tmp_path / "native").iterdir()
     found.write_bytes(b"not a library")
@@ -69,8 +75,7 @@ def test_damaged_library_is_rebuilt(tmp_path: Path) -> None:
 @needs_compiler
 def test_processes_may_build_at_once(tmp_path: Path) -> None:
     """Processes that build the same library at once all load it, and leave nothing else behind."""
-    program = f"from pathlib import Path\nfrom kimicore.kernels.build import build_library\nr = build_library(Path({str(SOURCE)!r}))\nassert r.handle, r.reason"
-    running = [subprocess.Popen([sys.executable, "-c", program], env=environ(tmp_path)) for _ in range(3)]
+    running = [subprocess.Popen([sys.executable, "-c", BUILD, str(SOURCE)], env=environ(tmp_path)) for _ in range(3)]
     assert [process.wait() for process in running] == [0, 0, 0]
     assert len(list((tmp_path / "native").iterdir())) == 1
 

@@ -36,7 +36,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 def test_attention_is_the_same_in_every_chunk(
     op: Any, heads: tuple[int, int], dim: int, window: int | None, dtype: torch.dtype
 ) -> None:
-    """Native attention gives a query the same bits whole, in chunks, alone and in a batch, with any number of threads."""
+    """Native attention gives a query the same bits whole, in chunks, alone, in a batch and with any threads."""
     tokens = 1100
     before = torch.get_num_threads()
     case = paged([(tokens, tokens)], heads, dim, 16, dtype)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def successors(vocab_size: int, chains: Sequence[Sequence[int]]) -> torch.Tensor
     """Return the next token of each token [V], a permutation in which every chain's tokens follow each other."""
     following: dict[int, int] = {}
     for chain in chains:
-        for one, then in zip(chain, chain[1:], strict=False):
+        for one, then in pairwise(chain):
             if following.get(one, then) != then:
                 raise ValueError(f"token {one} is followed by {following[one]} and by {then}")
             following[one] = then
@@ -42,7 +43,12 @@ def successors(vocab_size: int, chains: Sequence[Sequence[int]]) -> torch.Tensor
 
 
 def make_chain(
-    folder: Path, vocabulary: Path, chains: Sequence[Sequence[int]], *, eos_ids: Sequence[int] | None = None, **more: Any
+    folder: Path,
+    vocabulary: Path,
+    chains: Sequence[Sequence[int]],
+    *,
+    eos_ids: Sequence[int] | None = None,
+    **more: Any,
 ) -> Path:
     """Write a chain model on the vocabulary of the GGUF file ``vocabulary`` into ``folder`` and return it.
 

@@ -114,6 +114,9 @@ def make_tiny(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
             f"{at}mlp.up_proj.weight": weight(inner, width, scale=1.5),
             f"{at}mlp.down_proj.weight": weight(width, inner, scale=1.5),
         }
+        if config["model_type"] == "qwen2":
+            sizes = {"q": width, "k": kv, "v": kv}
+            tensors |= {f"{at}self_attn.{name}_proj.bias": weight(size) for name, size in sizes.items()}
     save_file(tensors, folder / "model.safetensors")
     names = {"bos_token": SPECIALS[1], "eos_token": SPECIALS[2], "pad_token": SPECIALS[0]}
     texts = {

@@ -98,6 +98,13 @@ def test_top_p_counts_mass_after_top_k() -> None:
     assert kept(logits, SamplingParams(min_p=1.0)) == [0]
 
 
+def test_a_mass_that_is_reached_exactly_is_enough() -> None:
+    """Top-p keeps the fewest tokens that reach the mass: half of four equal tokens is two of them, not three."""
+    assert kept(np.zeros(4, dtype=np.float32), SamplingParams(top_p=0.5)) == [0, 1]
+    assert kept(np.zeros(1024, dtype=np.float32), SamplingParams(top_p=0.25)) == list(range(256))
+    assert kept(np.zeros(9, dtype=np.float32), SamplingParams(top_k=8, top_p=0.5)) == [0, 1, 2, 3]
+
+
 def test_banned_tokens_are_never_brought_back_by_a_wide_top_k() -> None:
     """With fewer possible tokens than top_k, impossible ones may fill it up but keep no chance."""
     logits = np.full(100, -np.inf, dtype=np.float32)

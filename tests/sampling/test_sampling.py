@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kimicore.errors import InvalidRequest, RequestFailed
+from kimicore.kernels.gumbel.reference import gumbel
 from kimicore.model.sampling import sample
 from kimicore.types import BoundRow, RowResult
 
@@ -180,6 +181,19 @@ def test_native_and_reference_noise_give_the_same_tokens() -> None:
     """The table of references and the one with native operations give identical results."""
     logits, bound = random_logits(14, 5_000), mixed_rows(14, 5_000)
     assert sample(logits, bound, OPS) == sample(logits, bound, REFERENCE)
+
+
+@pytest.mark.parametrize("options", [{"top_k": 1500}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 2000, "top_p": 0.9}])
+def test_a_wide_filter_draws_from_what_it_keeps(options: dict[str, Any]) -> None:
+    """With over a thousand tokens kept, a draw is still the noisy best of exactly these, native or not."""
+    logits = random_logits(1, 5_000)[0] * 0.2
+    kept = torch.tensor(sorted(filtered(logits.numpy(), row([0], **options).params)))
+    assert len(kept) > 1_024
+    for position in range(1, 40):
+        bound = row([0] * position, seed=2, temperature=1.0, **options)
+        expected = kept[(logits[kept] - logits.max() + gumbel(2, 0, position, kept)).argmax()]
+        for ops in (OPS, REFERENCE):
+            assert sample(logits.unsqueeze(0), [bound], ops)[0].tokens == (int(expected),)
 
 
 def test_choices_and_seeds_draw_independently() -> None:

@@ -137,14 +137,23 @@ KC_INLINE void narrow(float x, f16* p) {
 #endif
 }
 KC_INLINE vf load(const bf16* p) {
+#if defined(KC_AVX512)
+  __m256i h; memcpy(&h, p, sizeof h);
+  return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16);
+#else
   vh h; memcpy(&h, p, sizeof h);
   return (vf)(__builtin_convertvector(h, vu) << 16);
+#endif
 }
 KC_INLINE void store(bf16* p, vf v) {
   vu u = (vu)v;
   u = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
   u = v == v ? u : (vu{} + 0x7fc0u);
+#if defined(KC_AVX512)
+  __m256i h = _mm512_cvtepi32_epi16((__m512i)u);
+#else
   vh h = __builtin_convertvector(u, vh);
+#endif
   memcpy(p, &h, sizeof h);
 }
 KC_INLINE vf load(const f16* p) {

@@ -72,7 +72,7 @@ template <class T, class P> struct Run {
   }
   float* mass(const Task& t) { return measures(t) ? measured.mass.data() + index(t) * c.blocks : nullptr; }
 
-  void whole(const Task& t) {
+  void whole(const Task& t, Ahead& ahead) {
     const int n = rows(t), padded = part.padded;
     Work<P> w = part.carve(n);
     if (!w.q) { failed = 1; return; }
@@ -81,7 +81,8 @@ template <class T, class P> struct Run {
     float* total = w.total;
     for (int r = 0; r < n; r++) { w.max[r] = -INFINITY; total[r] = 0; }
     for (int base = part.first_part(t); base < part.end_part(t); base += SPLIT) {
-      part.part(t, w, base, measures(t), mass(t));
+      if (ahead.task == &t) ahead.key = std::max(ahead.key, base + SPLIT);  // this part is read at once
+      part.part(t, w, base, measures(t), mass(t), ahead);
       if (measures(t)) note(t, base, w.part_max);
       for (int r = 0; r < n; r++)
         if (part.sees(t, r, base))
@@ -99,7 +100,8 @@ template <class T, class P> struct Run {
     Work<P> w = part.carve(n);
     if (!w.q) { failed = 1; return; }
     part.pack_queries(t, w.q);
-    part.part(t, w, item.base, measures(t), mass(t));
+    Ahead none{nullptr, nullptr, 0};
+    part.part(t, w, item.base, measures(t), mass(t), none);
     if (measures(t)) note(t, item.base, w.part_max);
     float* to = parts + item.at;
     for (int r = 0; r < n; r++, to += padded + 2) {
@@ -178,7 +180,12 @@ template <class T, class P> struct Run {
       share((int)items.size(), [&](int i) { one_part(items[i], parts.data()); });
       share((int)tasks.size(), [&](int i) { join(&items[bounds[i]], bounds[i + 1] - bounds[i], parts.data()); });
     } else {
-      share((int)tasks.size(), [&](int i) { whole(tasks[i]); });
+      const int count = (int)tasks.size(), run = std::max(1, std::min(16, count / (8 * std::max(c.threads, 1))));
+      share((count + run - 1) / run, [&](int i) {  // neighbours on one thread, so that it knows what comes next
+        const Task *at = &tasks[i * run], *end = tasks.data() + std::min(count, (i + 1) * run);
+        Ahead ahead{at, end, 0};
+        for (; at < end; at++) whole(*at, ahead);
+      });
     }
     if (failed) return NO_MEMORY;
     if (c.importance) add_importance();

@@ -59,6 +59,11 @@ struct Scratch {
 };
 thread_local Scratch scratch;
 
+// Memory is asked for ahead of its use, a line at a time between other work (asked for at once, the requests queue up and
+// nothing else goes on): values while the keys before them are packed, and the next keys, of this or of the next task, while
+// values are packed.
+struct Ahead { const Task *task, *end; int key; };
+
 // What one task keeps while it goes over its keys.
 template <class P> struct Work {
   typename P::Q *q, *keys, *values;  // [rows][depth], [depth][SUB], [SUB / pair][padded dim]
@@ -68,17 +73,14 @@ template <class P> struct Work {
 template <class T, class P> struct Attention {
   typedef typename P::Q E;
   static constexpr bool wide = std::is_same<P, WidePair>::value;
-  static constexpr bool direct_type = std::is_same<T, float>::value;
   const Call& c;
   int group, padded, depth;  // heads per kv head; dim rounded up to vectors; packed elements of a head
   int shift;                 // block_tokens = 1 << shift
-  bool direct;               // values are read from the cache as they stand
 
   explicit Attention(const Call& call) : c(call), group(call.heads / call.kv_heads) {
     padded = (c.dim + W - 1) / W * W;
     depth = (c.dim + P::depth - 1) / P::depth;
     shift = __builtin_ctz((unsigned)c.block_tokens);
-    direct = direct_type && c.dim % W == 0;
   }
 
   const T* block(const Task& t, int key, int which) const {
@@ -86,11 +88,13 @@ template <class T, class P> struct Attention {
     int64_t inner = ((int64_t)c.layer * 2 + which) * c.kv_heads + t.head;
     return (const T*)c.kv + slot * c.slot_stride + ((inner << shift) + (key & (c.block_tokens - 1))) * c.dim;
   }
-  // Ask for the W keys or values from `key` ahead of their use: blocks are too short for the processor to guess them.
-  void warm(const Task& t, int key, int which) const {
-    if (key >= t.at + t.last - t.first) return;
-    const char* at = (const char*)block(t, key, which);
-    for (size_t i = 0; i < sizeof(T) * W * c.dim; i += 64) __builtin_prefetch(at + i, 0, 2);
+  // The next W keys that a thread will need and has not asked for.
+  const char* ask(Ahead& ahead) const {
+    while (ahead.task < ahead.end && ahead.key >= end_part(*ahead.task))
+      if (++ahead.task < ahead.end) ahead.key = lowest(ahead.task->at) & ~(W - 1);
+    if (ahead.task >= ahead.end) return nullptr;
+    ahead.key += W;
+    return (const char*)block(*ahead.task, ahead.key - W, 0);
   }
   int position(const Task& t, int r) const { return t.at + r / group; }
   int lowest(int position) const { return c.window > 0 && position >= c.window ? position - c.window + 1 : 0; }
@@ -125,20 +129,23 @@ template <class T, class P> struct Attention {
   void pack_keys(const Task& t, int base, int low, int high, E* to) const {
     for (int k = 0; k < SUB; k += W) {
       const int first = std::max(low - base - k, 0), stop = std::min(high - base - k, W);
-      warm(t, base + k + SUB, 0);
       if (first >= W || stop <= 0) continue;
-      warm(t, base + k, 1);
+      const char* value = (const char*)block(t, base + k, 1);
       const T* from = block(t, base + k, 0);  // W keys of one block
+      const int dim = c.dim, depth = this->depth;  // known to the compiler not to change by the stores below
       for (int d = 0; d < depth; d += W) {
-        const int left = c.dim - P::depth * d;
+        const int left = dim - P::depth * d;
         vf r[W];
         if (first == 0 && stop == W && left >= P::depth * W) {
-          for (int i = 0; i < W; i++) r[i] = lanes(from + i * c.dim + P::depth * d);
+          for (int i = 0; i < W; i++) r[i] = lanes(from + i * dim + P::depth * d);
         } else {
-          for (int i = 0; i < W; i++) r[i] = i >= first && i < stop ? lanes_part(from + i * c.dim + P::depth * d, left) : vf{};
+          for (int i = 0; i < W; i++) r[i] = i >= first && i < stop ? lanes_part(from + i * dim + P::depth * d, left) : vf{};
         }
         transpose(r);
-        for (int i = 0; i < W && d + i < depth; i++) store((float*)to + (size_t)(d + i) * SUB + k, r[i]);
+        for (int i = 0; i < W && d + i < depth; i++, value += 64) {
+          store((float*)to + (size_t)(d + i) * SUB + k, r[i]);
+          __builtin_prefetch(value, 0, 2);
+        }
       }
     }
   }
@@ -157,19 +164,27 @@ template <class T, class P> struct Attention {
   }
 
   // Values of keys [low, high) of the SUB keys from `base`: [SUB][padded], or pairs of keys [SUB / 2][padded].
-  void pack_values(const Task& t, int base, int low, int high, E* to) const {
+  void pack_values(const Task& t, int base, int low, int high, E* to, Ahead& ahead) const {
+    const int dim = c.dim, padded = this->padded;
     for (int run = low & ~(W - 1); run < high; run += W) {
       const T* from = block(t, run, 1);  // W keys of one block
-      warm(t, run + SUB, 1);
+      const char* next = ask(ahead);
+      const size_t step = next ? 64 : 0;
+      if (!next) next = (const char*)from;
       for (int key = std::max(run, low & ~(P::depth - 1)); key < std::min(run + W, high); key += P::depth) {
-        const T* even = from + (size_t)(key - run) * c.dim;
+        const T* even = from + (size_t)(key - run) * dim;
         float* row = (float*)to + (size_t)(key - base) / P::depth * padded;
-        for (int d = 0; d < c.dim; d += W) {
+        const bool both = key >= low && key + 1 < high;
+        for (int d = 0; d < dim; d += W, next += step) {
+          const int left = dim - d;
+          __builtin_prefetch(next, 0, 2);
           if constexpr (wide) {
-            store(row + d, load_part(even + d, c.dim - d));
+            store(row + d, load_part(even + d, left));
+          } else if (both && left >= W) {
+            store(row + d, (vf)((vu)load(even + d) >> 16 | (vu)load(even + dim + d)));
           } else {
-            vu lower = key >= low ? (vu)load_part(even + d, c.dim - d) >> 16 : vu{};
-            vu upper = key + 1 < high ? (vu)load_part(even + c.dim + d, c.dim - d) : vu{};
+            vu lower = key >= low ? (vu)load_part(even + d, left) >> 16 : vu{};
+            vu upper = key + 1 < high ? (vu)load_part(even + dim + d, left) : vu{};
             store(row + d, (vf)(lower | upper));
           }
         }
@@ -180,6 +195,7 @@ template <class T, class P> struct Attention {
   template <int M, int N>
   void score_tile(const E* q, const E* keys, float* scores) const {
     vf sum[M][N] = {};
+    const int depth = this->depth, padded = this->padded;
     for (int d = 0; d < depth; d++) {
       vf b[N];
       for (int j = 0; j < N; j++) b[j] = load((const float*)keys + (size_t)d * SUB + j * W);
@@ -192,21 +208,16 @@ template <class T, class P> struct Attention {
 
   // part[M][N * W] += weights[M][low, high) * values: key after key (or pair after pair).
   template <int M, int N>
-  void mix_tile(const E* weights, const E* const* values, int low, int high, float* part) const {
+  void mix_tile(const E* weights, const E* values, int low, int high, float* part) const {
     vf sum[M][N];
+    const int padded = this->padded;
     for (int i = 0; i < M; i++)
       for (int j = 0; j < N; j++) sum[i][j] = load(part + (size_t)i * padded + j * W);
-    const int run = c.block_tokens < SUB ? c.block_tokens : SUB;
-    for (int k = low; k < high;) {
-      int stop = (k / run + 1) * run < high ? (k / run + 1) * run : high;
-      const E* v = values[k / run] + (size_t)(k % run) / P::depth * padded;
-      for (; k < stop; k += P::depth, v += padded) {
-        vf b[N];
-        for (int j = 0; j < N; j++) b[j] = load((const float*)v + j * W);
-        for (int i = 0; i < M; i++)
-          for (int j = 0; j < N; j++)
-            sum[i][j] = P::step(sum[i][j], weights[(size_t)i * SPLIT + k / P::depth], b[j]);
-      }
+    for (int k = low / P::depth; k * P::depth < high; k++) {
+      vf b[N];
+      for (int j = 0; j < N; j++) b[j] = load((const float*)values + (size_t)k * padded + j * W);
+      for (int i = 0; i < M; i++)
+        for (int j = 0; j < N; j++) sum[i][j] = P::step(sum[i][j], weights[(size_t)i * SPLIT + k], b[j]);
     }
     for (int i = 0; i < M; i++)
       for (int j = 0; j < N; j++) store(part + (size_t)i * padded + j * W, sum[i][j]);
@@ -216,15 +227,10 @@ template <class T, class P> struct Attention {
     for (int j = 0; j < SUB; j += TILE_VECS * W)
       if (j + TILE_VECS * W > low && j < high) score_tile<M, TILE_VECS>(q, keys + j, scores + j);
   }
-  template <int M> void mix_rows(const E* weights, const E* const* values, int low, int high, float* part) const {
+  template <int M> void mix_rows(const E* weights, const E* values, int low, int high, float* part) const {
     int d = 0;
-    const E* shifted[SUB];
-    const int runs = SUB / (c.block_tokens < SUB ? c.block_tokens : SUB);
-    while (d < padded) {
-      for (int i = 0; i < runs; i++) shifted[i] = values[i] + d;
-      if (padded - d >= TILE_VECS * W) { mix_tile<M, TILE_VECS>(weights, shifted, low, high, part + d); d += TILE_VECS * W; }
-      else { mix_tile<M, 1>(weights, shifted, low, high, part + d); d += W; }
-    }
+    for (; d + TILE_VECS * W <= padded; d += TILE_VECS * W) mix_tile<M, TILE_VECS>(weights, values + d, low, high, part + d);
+    for (; d < padded; d += W) mix_tile<M, 1>(weights, values + d, low, high, part + d);
   }
 #define KC_BY_ROWS(m, call)                                                                               \
   switch (m) {                                                                                            \
@@ -239,11 +245,13 @@ template <class T, class P> struct Attention {
   // Scores of one query in keys [low, high) of the part become weights, zero elsewhere in the vectors [from, to).
   void weigh(const Task& t, const Work<P>& w, int r, int base, int low, int high, int from, int to, float* mass) const {
     float* s = w.scores + (size_t)r * SPLIT;
+    const float scale = c.scale, softcap = c.softcap;
+    const float* bias = c.bias ? c.bias + t.row * c.bias_stride + base : nullptr;
     vf top = splat(-INFINITY);
     for (int j = from; j < to; j += W) {
-      vf v = load(s + j) * c.scale;
-      if (c.softcap > 0) v = c.softcap * tanh(v / c.softcap);
-      if (c.bias) v = v + load(c.bias + t.row * c.bias_stride + base + j);
+      vf v = load(s + j) * scale;
+      if (softcap > 0) v = softcap * tanh(v / softcap);
+      if (bias) v = v + load(bias + j);
       if (j < low || j + W > high) {
         vi key = iota() + j;
         v = (key >= low) & (key < high) ? v : splat(-INFINITY);
@@ -271,7 +279,7 @@ template <class T, class P> struct Attention {
   }
 
   // The task's attention within the part that starts at key `base`: part [rows][padded], part_max, part_sum.
-  void part(const Task& t, const Work<P>& w, int base, bool measure, float* mass) const {
+  void part(const Task& t, const Work<P>& w, int base, bool measure, float* mass, Ahead& ahead) const {
     const int rows = (t.last - t.first) * group, last = position(t, rows - 1);
     const int low = std::max(base, lowest(t.at)), high = std::min(base + SPLIT, last + 1);
     memset(w.part, 0, sizeof(float) * rows * padded);
@@ -307,14 +315,7 @@ template <class T, class P> struct Attention {
       }
     }
     for (int sub = (low - base) / SUB * SUB; base + sub < high; sub += SUB) {
-      const int run = c.block_tokens < SUB ? c.block_tokens : SUB;
-      const E* values[SUB];
-      if (!direct) pack_values(t, base + sub, std::max(low, base + sub), std::min(high, base + sub + SUB), w.values);
-      for (int i = 0; i < SUB / run; i++) {
-        values[i] = w.values + (size_t)i * run / P::depth * padded;
-        int key = base + sub + i * run;
-        if (direct && key + run > low && key < high) values[i] = (const E*)(const void*)block(t, key, 1);
-      }
+      pack_values(t, base + sub, std::max(low, base + sub), std::min(high, base + sub + SUB), w.values, ahead);
       for (int r = 0, m; r < rows; r += m) {
         int from, to;
         m = std::min(TILE_ROWS, rows - r);
@@ -323,7 +324,7 @@ template <class T, class P> struct Attention {
         to = std::min(to - sub, SUB);
         if (from >= to) continue;
         const E* weights = (const E*)(w.scores + (size_t)r * SPLIT) + sub / P::depth;
-        KC_BY_ROWS(m, mix_rows<M>(weights, values, from, to, w.part + (size_t)r * padded));
+        KC_BY_ROWS(m, mix_rows<M>(weights, w.values, from, to, w.part + (size_t)r * padded));
       }
     }
   }

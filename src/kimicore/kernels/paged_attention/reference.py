@@ -37,7 +37,8 @@ def paged_attention(
 
     scale multiplies the products; softcap c turns a score s into ``c * tanh(s / c)``; bias [B, N*bt] float32 is
     added to the scores by key position; importance [B, N] float32 gains the softmax mass of the row's last
-    query per block, summed over heads. Rows without queries and tokens outside every row give zeros or nothing.
+    query per block, summed over heads. Rows without queries or context, tokens outside of every row
+    and queries that a bias lets see nothing give zeros.
     """
     out = torch.zeros(q.shape, dtype=q.dtype)
     heads, kv_heads, block_tokens = q.shape[1], kv.shape[3], kv.shape[4]
@@ -62,7 +63,8 @@ def paged_attention(
         hidden = key_at > query_at
         if window is not None:
             hidden |= key_at <= query_at - window
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        weights = scores.softmax(dim=-1).masked_fill((scores == -torch.inf).all(dim=-1, keepdim=True), 0.0)
         mixed = weights.view(kv_heads, -1, context - low) @ values  # [KH, G*n, D]
         out[start:end] = mixed.view(heads, end - start, -1).transpose(0, 1).to(q.dtype)
         if importance is not None:
