@@ -65,9 +65,7 @@ async def concurrent(engine: kimicore.Engine, prompts: Sequence[Sequence[int]], 
     results: list[Any] = [None] * len(prompts)
 
     async def one(index: int) -> None:
-        results[index] = await engine.generate(
-            prompts[index], max_tokens=new_tokens, temperature=0.0, ignore_eos=True
-        )
+        results[index] = await engine.generate(prompts[index], max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
 
     async with anyio.create_task_group() as group:
         for index in range(len(prompts)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,9 @@ import anyio
 import pytest
 import torch
 import transformers
+from tests import corpus
 
 import kimicore
-from tests import corpus
 
 NEW_TOKENS = 64
 LEAST_TOLERANCE = 5e-4
@@ -38,10 +37,10 @@ class Oracle:
 
 
 @pytest.fixture(scope="module", params=["smollm2", "gemma"])
-def demo(request: pytest.FixtureRequest) -> Iterator[tuple[Path, Oracle]]:
+def demo(request: pytest.FixtureRequest) -> tuple[Path, Oracle]:
     """A demo model's file and its oracle."""
     path: Path = request.getfixturevalue(f"{request.param}_path")
-    yield path, Oracle(path)
+    return path, Oracle(path)
 
 
 async def _run(path: Path, config: kimicore.EngineConfig, seeded: int) -> tuple[list[Any], list[Any], list[list[int]]]:
@@ -66,9 +65,7 @@ async def _run(path: Path, config: kimicore.EngineConfig, seeded: int) -> tuple[
         return alone, together, prompts
 
 
-@pytest.mark.parametrize(
-    "count", [pytest.param(6, id="some"), pytest.param(50, id="all", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("count", [pytest.param(6, id="some"), pytest.param(50, id="all", marks=pytest.mark.long)])
 def test_greedy_tokens_and_scores_are_those_of_transformers(demo: tuple[Path, Oracle], count: int) -> None:
     """In float32 the engine's greedy tokens are the oracle's, alone and in staggered batches of 16, and its
     log-probabilities lie within the larger of 5e-4 and three times the oracle's own gap between two attentions.

@@ -11,8 +11,8 @@ import anyio
 from anyio import to_thread
 
 from kimicore.config import EngineConfig
-from kimicore.face import Face, Job
-from kimicore.handle import Handle
+from kimicore.face import Face
+from kimicore.handle import Handle, Job
 from kimicore.sampling_params import SamplingParams
 from kimicore.types import EngineStats, GenerationResult, StreamChunk
 from kimicore.wake import AsyncWaker

@@ -11,12 +11,10 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
-
 from kimicore.checks import integer, number
 from kimicore.config import EngineConfig
 from kimicore.errors import ConfigError, EngineClosed, ForkedProcess, InvalidRequest, PromptTooLong
-from kimicore.handle import Handle, Piece
+from kimicore.handle import Handle, Job, Piece
 from kimicore.sampling_params import SamplingParams
 from kimicore.types import (
     Candidate,
@@ -33,21 +31,9 @@ if TYPE_CHECKING:
     from kimicore.loop import EngineLoop
     from kimicore.text.tokenizer import Tokenizer
 
-__all__ = ["Face", "Job"]
+__all__ = ["Face"]
 
 MAX_NAME = 256
-
-
-@frozen
-class Job:
-    """A checked request, before its prompt is known in tokens."""
-
-    params: SamplingParams
-    priority: int
-    timeout_s: float | None
-    tenant: str
-    request_id: str | None
-    submitted_s: float
 
 
 class Face:

@@ -9,12 +9,25 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from attrs import define, field
+from attrs import define, field, frozen
 
+from kimicore.sampling_params import SamplingParams
 from kimicore.types import FinishReason, Timing, TokenScores, Usage
 from kimicore.wake import Waker
 
-__all__ = ["Handle", "Piece"]
+__all__ = ["Handle", "Job", "Piece"]
+
+
+@frozen
+class Job:
+    """A checked request, before its prompt is known in tokens."""
+
+    params: SamplingParams
+    priority: int
+    timeout_s: float | None
+    tenant: str
+    request_id: str | None
+    submitted_s: float
 
 
 @define

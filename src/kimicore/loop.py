@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from attrs import define, evolve
 
@@ -19,7 +18,7 @@ from kimicore.config import EngineConfig
 from kimicore.contracts import Runner
 from kimicore.cost import StepTimeModel, step_load
 from kimicore.errors import EngineClosed, EngineFailed, InvalidRequest, KimiCoreError, Overloaded
-from kimicore.handle import Handle
+from kimicore.handle import Handle, Job
 from kimicore.plan import Planner
 from kimicore.requests import Event, Failed, Finished, NewRequest, Tokens
 from kimicore.sampling_params import SamplingParams
@@ -27,9 +26,6 @@ from kimicore.text.judge import TextJudge, resolve_stops
 from kimicore.text.tokenizer import Tokenizer
 from kimicore.types import EngineStats, Timing, Usage
 from kimicore.wake import Waker
-
-if TYPE_CHECKING:
-    from kimicore.face import Job
 
 __all__ = ["EngineLoop"]
 

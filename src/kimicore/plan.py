@@ -186,7 +186,7 @@ class _Draft:
                 continue
             if row.request in self.unsure:
                 fitted = self._fitted(row, count)
-                if not fitted and self.ranked and row.request == self.ranked[0].request:
+                if not fitted and (not self.running or row.request == self.ranked[0].request):
                     fitted = 1  # nobody is left to give way: binding the step makes room, or begins anew
                 count = min(count, fitted)
             if count > 0:
@@ -249,8 +249,8 @@ class _Draft:
         needs = self.room.whole(row, row.known_tokens)
         if slots and self.room.take(needs, margin):
             return True
-        if alone and self._fitted(row, row.known_tokens - row.computed_tokens, take=False):
-            self.unsure.add(row.request)  # its chunk shrinks to what the windows leave
+        if alone:  # its chunk shrinks to what the windows leave
+            self.unsure.add(row.request)
             return True
         urgency = self.ranking.urgency
         own = urgency.get(row.request, 0.0)
@@ -271,23 +271,19 @@ class _Draft:
             return True
         return self._preempt_from(below, needs, margin)
 
-    def _fitted(self, row: RowView, count: int, *, take: bool = True) -> int:
+    def _fitted(self, row: RowView, count: int) -> int:
         """Return the most tokens of ``count`` whose blocks are there, taking them; a running row may claim others'."""
-        room = self.room
+        room, start = self.room, row.computed_tokens
         while count > 0:
-            end = row.computed_tokens + count
             if row.request in self.running:
-                needs = room.growth(row.computed_tokens, end)
+                needs = room.growth(start, start + count)
                 if room.take(needs) or self._make_way(row, needs):
                     return count
-            else:
-                before, slabs = list(room.spare), room.slabs
-                if room.take(room.whole(row, end)):
-                    if not take:
-                        room.spare, room.slabs = before, slabs
-                    return count
-            count = min(count - 1, (end - 1) // room.size * room.size - row.computed_tokens) if count > 1 else 0
-        return count
+            elif room.take(room.whole(row, start + count)):
+                return count
+            whole = (start + count - 1) // room.size * room.size - start  # up to the last edge of a block before
+            count = whole if whole > 0 else count - 1
+        return 0
 
     def _budget(self, candidates: Sequence[RowView]) -> int:
         """Return how many prompt tokens the step takes."""

@@ -16,7 +16,7 @@ from attrs import evolve, fields, frozen
 
 from kimicore.contracts import BlockKey
 
-__all__ = ["BlockKeys", "KeyChain", "KeyContext", "PrefixIndex", "longest_hit"]
+__all__ = ["BlockKeys", "KeyChain", "KeyContext", "PrefixIndex", "first_seen", "joined", "longest_hit"]
 
 KEY_BYTES = 16
 

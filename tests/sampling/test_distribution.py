@@ -49,10 +49,8 @@ def rows_over(kind: str, options: dict[str, Any]) -> list[BoundRow]:
     ("name", "kind"),
     [
         ("plain", "positions"),
-        ("plain", "seeds"),
-        ("plain", "choices"),
-        ("cool", "seeds"),
-        ("top_k", "positions"),
+        ("cool", "choices"),
+        ("top_k", "seeds"),
         ("top_p", "choices"),
         ("min_p", "positions"),
         ("all", "seeds"),

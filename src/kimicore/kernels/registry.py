@@ -101,9 +101,7 @@ def _chosen(
     return found, OpOrigin(op, "native", why)
 
 
-def select_ops(
-    device: str, dtype: torch.dtype, *, native: bool = True, shapes: Sequence[tuple[int, int]] = ()
-) -> Ops:
+def select_ops(device: str, dtype: torch.dtype, *, native: bool = True, shapes: Sequence[tuple[int, int]] = ()) -> Ops:
     """Return the table for ``device`` ("cpu") and ``dtype``, compiling what is not in the cache yet.
 
     ``native`` False keeps to torch. ``shapes``: the weights' (O, C), for which torch's float32 product is

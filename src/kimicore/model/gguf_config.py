@@ -15,7 +15,7 @@ from kimicore.model.dequantize import dequantize
 from kimicore.model.gguf import GGUFFile
 from kimicore.model.mapped import fault
 
-__all__ = ["ARCHITECTURES", "Keys", "gguf_config"]
+__all__ = ["ARCHITECTURES", "Keys", "architecture_of", "gguf_config"]
 
 ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     {"gemma3": "gemma3_text", "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}

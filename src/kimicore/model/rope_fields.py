@@ -88,9 +88,7 @@ def _merged(config: Mapping[str, Any]) -> dict[str, Any]:
 def _kind(where: str, values: Mapping[str, Any]) -> RopeKind:
     spellings = {key: values[key] for key in ("rope_type", "type") if values.get(key) is not None}
     if len(set(map(str, spellings.values()))) > 1:
-        raise ModelLoadError(
-            f"{where}: rope_type={spellings['rope_type']!r} contradicts type={spellings['type']!r}"
-        )
+        raise ModelLoadError(f"{where}: rope_type={spellings['rope_type']!r} contradicts type={spellings['type']!r}")
     kind = next(iter(spellings.values()), None)
     if kind is None:
         if values.get("factor") is not None:
@@ -200,9 +198,7 @@ def _parse(
         _factor(where, "factor", values)
     if kind == "dynamic" and head_dim <= 2:
         raise ModelLoadError(f"head_dim={head_dim}: dynamic rope needs a head dimension over 2")
-    return RopeSpec(
-        kind=kind, theta=base, head_dim=head_dim, trained_tokens=trained, original_tokens=original, **extra
-    )
+    return RopeSpec(kind=kind, theta=base, head_dim=head_dim, trained_tokens=trained, original_tokens=original, **extra)
 
 
 def read_rope(config: Mapping[str, Any], *, theta: float, head_dim: int, trained: int) -> RopeSpec:

@@ -13,6 +13,7 @@ from kimicore.errors import ModelLoadError
 
 __all__ = [
     "ARCHITECTURES",
+    "Activation",
     "Architecture",
     "flag",
     "positive",

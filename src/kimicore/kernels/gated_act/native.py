@@ -23,6 +23,7 @@ __all__ = ["load"]
 _TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _KINDS: Final = {"silu": 0, "gelu_tanh": 1}
 
+
 def load() -> tuple[GatedActOp | None, str]:
     """Return the operation (called as the reference is), or None, and the reason."""
     library = load_library(Path(__file__).with_name("gated_act.cpp"))

@@ -35,6 +35,7 @@ __all__ = ["FEW_ROWS", "load"]
 FEW_ROWS: Final = 16
 _CALL: Final = struct.Struct("4P5q")  # struct Call of linear.cpp
 
+
 def load(dtype: torch.dtype) -> tuple[LinearOp | None, str]:
     """Return the operation for ``dtype`` (called as the reference is), or None, and the reason."""
     if dtype not in (torch.float32, torch.bfloat16):

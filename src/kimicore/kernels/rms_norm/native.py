@@ -32,6 +32,7 @@ __all__ = ["load"]
 _TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CALL: Final = struct.Struct("5P6qfiP")  # struct Call of rms_norm.cpp
 
+
 def load() -> tuple[RmsNormOp | None, str]:
     """Return the operation (called as the reference is), or None, and the reason."""
     library = load_library(Path(__file__).with_name("rms_norm.cpp"))

@@ -24,6 +24,7 @@ __all__ = ["load"]
 _TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CALL: Final = struct.Struct("7P9q6iP")  # struct Call of rotary_write.cpp
 
+
 def load() -> tuple[RotaryWriteOp | None, str]:
     """Return the operation (called as the reference is), or None, and the reason."""
     library = load_library(Path(__file__).with_name("rotary_write.cpp"))
