@@ -160,7 +160,7 @@ async def test_a_long_storm_on_a_real_model(smollm2_path: Path) -> None:
         for ask in asks:
             choices = engine.generate(ask.prompt, **ask.sampling).choices
             expected.append([(choice.text, choice.token_ids) for choice in choices])
-    config = EngineConfig(dtype="float32", kv_device_bytes="48MiB")
+    config = EngineConfig(dtype="float32", kv_device_bytes="48MiB", batching="priority")
     async with Engine(smollm2_path, config) as engine:
         storm = Storm(engine, asks, expected)
         await storm.run(1000, 200, seed=3)
