@@ -132,7 +132,7 @@ class Book:
         waiting = len(roster.requests) - len(roster.running)
         if waiting + len(group) > self.max_waiting:
             roster.counts["refused"] += len(group)
-            retry_after_s = roster.traffic.retry_after_s(max(1, self.max_waiting // 10))
+            retry_after_s = self.retry_after_s
             raise Overloaded(
                 f"{waiting} requests wait and max_waiting={self.max_waiting}; try again in {retry_after_s:.2f} s",
                 retry_after_s=retry_after_s,

@@ -85,6 +85,8 @@ class EngineLoop:
         self._wakeup = threading.Condition()
         self._inbox: list[tuple[Handle, list[NewRequest], float] | Handle] = []
         self._queued = 0  # requests submitted and not yet seen by the book
+        self._refused = 0  # requests that were over max_waiting before the book saw them
+        self._retry_after_s = book.retry_after_s
         self._waiting = 0  # requests that the book had waiting at the last look
         self._next = 1
         self._step_s = 0.0  # a decaying mean
@@ -127,7 +129,8 @@ class EngineLoop:
             self._check_alive()
             waiting = self._queued + self._waiting
             if waiting + params.n > self._config.max_waiting:
-                retry_after_s = max(0.05, self.stats.step_s * waiting)
+                self._refused += params.n
+                retry_after_s = self._retry_after_s
                 raise Overloaded(
                     f"{waiting} requests wait and max_waiting={self._config.max_waiting}: "
                     f"try again in about {retry_after_s:.2f} s",
@@ -298,7 +301,10 @@ class EngineLoop:
 
     def _publish(self) -> None:
         self.stats = stats = self._book.stats(self._step_s, self._planner.faults)
+        if self._refused:
+            self.stats = evolve(stats, requests_refused=stats.requests_refused + self._refused)
         self._waiting = stats.requests_waiting
+        self._retry_after_s = self._book.retry_after_s
 
     def _tell(self, events: Sequence[Event]) -> None:
         """Make what happened visible: the figures first, so that a woken reader sees them."""

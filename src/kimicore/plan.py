@@ -23,6 +23,7 @@ from kimicore.types import LogitsAt, RowPlan, Shape, StepPlan
 
 __all__ = ["Planner", "plan"]
 
+STRETCH = 1.8  # a step beside prompts may take this many times what its generating rows take alone
 FLOOR_TOKENS = 16  # prompts get at least so many tokens a step, however slow steps are
 SCORED_TOKENS = 256  # positions of a step whose logits are all wanted: a row of the vocabulary each
 LOOK_AHEAD = 16  # waiting prompts that are considered beyond those that fill the budget
@@ -70,7 +71,7 @@ def plan(
 
     There is one budget of ``max_batch_tokens``. Rows that generate come first with one token each, then chunks of
     prompts in the policy's order. While rows generate, chunks are as large as keeps the predicted step under
-    ``target_step_s``, and at least 16 tokens together. Where they cannot all be served whole, half of the chunk
+    ``target_step_s`` (or under 1.8 times what it takes without them), and at least 16 tokens together. Where they cannot all be served whole, half of the chunk
     tokens go by rank and the other half to prompts with less than half of what the first has left, shortest first, so
     that a short prompt does not wait for a long one. A request is admitted when its known tokens and a small margin
     fit without anybody giving way, in the order of rank and never past one that does not fit.
@@ -292,6 +293,8 @@ class _Draft:
         if not any(row.generated_tokens for row in busy) or budget <= FLOOR_TOKENS:
             return budget
         context = sum([row.known_tokens for row in busy])
+        alone_s = self.cost.step_s(self.tokens, len(busy), context)
+        allowed_s = max(self.limits.target_step_s, STRETCH * alone_s)
         start = candidates[0].computed_tokens
         wanted = sum([row.known_tokens - row.computed_tokens for row in candidates])
         low, high = FLOOR_TOKENS, max(FLOOR_TOKENS, min(budget, wanted))
@@ -299,7 +302,7 @@ class _Draft:
             middle = (low + high + 1) >> 1
             attended = middle * start + middle * middle // 2
             predicted_s = self.cost.step_s(self.tokens + middle, len(busy) + 1, context + start + middle, attended)
-            if predicted_s <= self.limits.target_step_s:
+            if predicted_s <= allowed_s:
                 low = middle
             else:
                 high = middle - 1
