@@ -33,6 +33,8 @@ __all__ = ["assemble", "choose_dtype"]
 DEFAULT_KV_BYTES = 1 << 30
 DEFAULT_KV_SHARE = 0.25
 
+WARM_TOKENS = 64
+
 Progress = Callable[[str, int, int], None]
 
 
@@ -51,6 +53,7 @@ def assemble(model: str | os.PathLike[str], config: EngineConfig, progress: Prog
     ops = select_ops("cpu", dtype, native=config.native_kernels, shapes=_weight_shapes(spec))
     transformer = Transformer.load(spec, source, ops, dtype, progress, known_tokens=tokenizer.vocab_size)
     runner = ModelRunner(transformer, arena, ops, config.block_tokens)
+    runner.warm_up(min(WARM_TOKENS, config.max_batch_tokens))
     dynamic = any(one.kind == "dynamic" for one in spec.ropes)
     book = Book.from_config(
         classes=classes,

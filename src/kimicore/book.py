@@ -97,6 +97,11 @@ class Book:
         """Whether no request lives."""
         return not self._roster.requests
 
+    @property
+    def retry_after_s(self) -> float:
+        """Seconds after which a tenth of a full queue should have moved on, by the measured rate of completions."""
+        return self._roster.traffic.retry_after_s(max(1, self.max_waiting // 10))
+
     def fits(self, prompt_tokens: int, limit_tokens: int) -> bool:
         """Return whether such a request could ever run."""
         return 0 < prompt_tokens <= limit_tokens <= self.capacity_tokens

@@ -71,10 +71,11 @@ def plan(
 
     There is one budget of ``max_batch_tokens``. Rows that generate come first with one token each, then chunks of
     prompts in the policy's order. While rows generate, chunks are as large as keeps the predicted step under
-    ``target_step_s`` (or under 1.8 times what it takes without them), and at least 16 tokens together. Where they cannot all be served whole, half of the chunk
-    tokens go by rank and the other half to prompts with less than half of what the first has left, shortest first, so
-    that a short prompt does not wait for a long one. A request is admitted when its known tokens and a small margin
-    fit without anybody giving way, in the order of rank and never past one that does not fit.
+    ``target_step_s`` (or under 1.8 times what it takes without them), and at least 16 tokens together. Where they
+    cannot all be served whole, half of the chunk tokens go by rank and the other half to prompts with less than half
+    of what the first has left, shortest first, so that a short prompt does not wait for a long one. A request is
+    admitted when its known tokens and a small margin fit without anybody giving way, in the order of rank and never
+    past one that does not fit.
 
     A running request gives way to a higher-ranked running one that is out of blocks, and to a waiting one that ranks
     before it and is strictly more urgent; never otherwise. A policy that raises or answers nonsense is replaced for

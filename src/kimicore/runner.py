@@ -16,7 +16,8 @@ from kimicore.model.batch import Batch
 from kimicore.model.logprobs import score_prompt
 from kimicore.model.sampling import sample
 from kimicore.model.transformer import Transformer
-from kimicore.types import BoundRow, BoundStep, RowResult, StepResult, TokenScores
+from kimicore.sampling_params import SamplingParams
+from kimicore.types import BoundRow, BoundStep, RowPlan, RowResult, Shape, StepResult, TokenScores
 
 __all__ = ["ModelRunner", "pack"]
 
@@ -44,6 +45,18 @@ class ModelRunner:
             hidden = self._model.forward(batch, self._arena.views)
             rows = self._results(step.rows, hidden)
         return StepResult(rows, step_s=time.perf_counter() - begun)
+
+    def warm_up(self, tokens: int) -> None:
+        """Run a prompt of ``tokens`` tokens and a single token on nobody's behalf, so that the first request need not
+        pay for what torch and the kernels set up on first use; everything is written to slot 0.
+        """
+        for count in (tokens, 1):
+            known = [0] * count
+            table = [0] * -(-count // self._block_tokens)
+            plan = RowPlan(0, 0, count, logits_at="last")
+            tables = tuple(table for _ in self._arena.classes)
+            row = BoundRow(plan, known, count, tables, True, SamplingParams(seed=0), 0, 0, (), count)
+            self.run(BoundStep(0, (row,), Shape(count, 1, len(table))))
 
     def close(self) -> None:
         """Let go of weights and arena; may be called twice."""
