@@ -60,6 +60,13 @@ class Peer:
             self.model.generate(ids, attention_mask=mask, **options)
 
 
+def settings(options: argparse.Namespace, **changes: Any) -> kimicore.EngineConfig:
+    """Return the engine's settings for the run."""
+    native = not options.no_native
+    fixed: dict[str, Any] = {"dtype": "bfloat16", "prefix_cache": False, "kv_device_bytes": "1GiB"}
+    return kimicore.EngineConfig(native_kernels=native, **fixed, **changes)
+
+
 async def concurrent(engine: kimicore.Engine, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Any]:
     """Generate for all prompts at once and return their results."""
     results: list[Any] = [None] * len(prompts)
@@ -88,10 +95,8 @@ class Bench:
         self.path = open_source(options.model).path
         torch.set_num_threads(options.threads)
         self.peer = Peer(self.path)
-        config = kimicore.EngineConfig(
-            dtype="bfloat16", prefix_cache=False, native_kernels=not options.no_native, kv_device_bytes="1GiB"
-        )
-        self.engine = kimicore.Engine(self.path, config)
+        self.options = options
+        self.engine = kimicore.Engine(self.path, settings(options))
         self.ids: list[int] = []
 
     async def open(self) -> None:
@@ -106,12 +111,15 @@ class Bench:
         lengths = [low + (high - low) * i // max(1, count - 1) for i in range(count)]
         return [self.ids[37 * i : 37 * i + length] for i, length in enumerate(lengths)]
 
-    async def beside(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> dict[str, Any]:
+    async def beside(
+        self, prompts: Sequence[Sequence[int]], new_tokens: int, engine: kimicore.Engine | None = None
+    ) -> dict[str, Any]:
         """Run both in turns and return output tokens per second of each over the whole job, and the ratio."""
+        engine = engine or self.engine
         ours, theirs, first = [], [], []
         for _ in range(self.repeat):
             begun = time.perf_counter()
-            results = await concurrent(self.engine, prompts, new_tokens)
+            results = await concurrent(engine, prompts, new_tokens)
             ours.append(time.perf_counter() - begun)
             first.append(statistics.mean(one.timing.ttft_s for one in results))
             theirs.append(timed(lambda: self.peer.generate(prompts, new_tokens)))
@@ -135,6 +143,12 @@ class Bench:
     async def thirty_two(self) -> dict[str, Any]:
         """32 concurrent requests of 32 to 512 tokens, 64 new tokens each."""
         return await self.beside(self.prompts(32), 64)
+
+    async def throughput(self) -> dict[str, Any]:
+        """The same 32 requests with ``target_step_s=1``: prompts are read in full chunks, pauses do not matter."""
+        async with kimicore.Engine(self.path, settings(self.options, target_step_s=1.0)) as engine:
+            await concurrent(engine, [self.ids[:64]] * 4, 8)
+            return await self.beside(self.prompts(32), 64, engine)
 
     async def prefill(self) -> dict[str, Any]:
         """A prompt of 2,048 tokens and one new token."""
@@ -306,6 +320,7 @@ CASES = {
     "single": Bench.decode,
     "8": Bench.eight,
     "32": Bench.thirty_two,
+    "32-throughput": Bench.throughput,
     "prefill": Bench.prefill,
     "first-token": Bench.first_token,
     "long-beside-streams": Bench.long_beside_streams,

@@ -125,5 +125,3 @@ def dense_attention(
             if token == end - 1:
                 importance[row].index_add_(0, seen // block_tokens, share.sum(dim=(0, 1)))
     return out, importance
-
-

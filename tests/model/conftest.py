@@ -110,7 +110,13 @@ class Bench:
         for c in range(len(self.classes)):
             slots[c] += [i % self.block_tokens for i in range(dummies)]
         batch = self._batch(
-            ids + [0] * dummies, positions + [0] * dummies, starts, contexts, tables, slots, ropes + [0] * dummies,
+            ids + [0] * dummies,
+            positions + [0] * dummies,
+            starts,
+            contexts,
+            tables,
+            slots,
+            ropes + [0] * dummies,
             [i for part in wanted for i in part],
         )
         with torch.inference_mode():

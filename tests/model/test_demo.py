@@ -34,9 +34,9 @@ def demo(request: pytest.FixtureRequest) -> tuple[Transformer, dict[str, Any]]:
     tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=named)["tensors"]
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     oracles = {
-        name: type(named).from_pretrained(
-            None, config=config, state_dict=tensors, dtype=torch.float32, attn_implementation=name
-        ).eval()
+        name: type(named)
+        .from_pretrained(None, config=config, state_dict=tensors, dtype=torch.float32, attn_implementation=name)
+        .eval()
         for name in ("eager", "sdpa")
     }
     return model, oracles

@@ -27,7 +27,7 @@ CORPUS = (
     "🧭🙂👩‍👩‍👧‍👦🏳️‍🌈 👍🏽 𝄞 ꙮ \ufdd0 \U0010fffd \ufeff \u200b\u200d",
     "control \x00\x01\x02\x07\x08\x1b[31m\x7f\x80\x9f end",
     "def f(x: int) -> str:\n    return f'{x!r:>10}'  # comment\n\n\nclass A:\n\tpass\n",
-    "for (int i = 0; i < n; ++i) { a[i] += b[i] * 3.14e-10; } // ok\n<div class=\"x\">&amp;</div>",
+    'for (int i = 0; i < n; ++i) { a[i] += b[i] * 3.14e-10; } // ok\n<div class="x">&amp;</div>',
     "| a | b |\n|---|---|\n| `x` | [link](https://example.org/?q=1&r=%20) |\n\n* item\n  * sub\n",
     "<h1>Title</h1><table><tr><td>1</td></tr></table> <b>x</b>",
     "▁ literally ▁▁ and ▁word Ġword Ċ",

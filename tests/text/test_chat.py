@@ -25,9 +25,7 @@ GEMMA = (
 @pytest.mark.parametrize("system", [False, True])
 @pytest.mark.parametrize("prompt", [False, True])
 @pytest.mark.parametrize("turns", [1, 3])
-def test_ids_equal_the_oracles(
-    smollm2: Tokenizer, smollm2_oracle: Any, system: bool, prompt: bool, turns: int
-) -> None:
+def test_ids_equal_the_oracles(smollm2: Tokenizer, smollm2_oracle: Any, system: bool, prompt: bool, turns: int) -> None:
     """A conversation has the ids that `transformers` gives it, with and without system turn and answer's beginning."""
     messages = [{"role": "system", "content": "Be brief."}] * system + TURNS[:turns]
     wanted = smollm2_oracle.apply_chat_template(

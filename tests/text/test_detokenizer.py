@@ -13,7 +13,8 @@ from kimicore.text.tokenizer import Tokenizer
 
 RELAXED = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 FUNNEL = [177, 137, 233, 17815, 241, 46309]  # 漏斗图 in SmolLM2
-MARKDOWN = """# Title
+MARKDOWN = (
+    """# Title
 
 | a | b | `code` |
 |---|---|--------|
@@ -25,7 +26,9 @@ def f(x):\n\treturn {"k": x ** 2}  # 漏斗图 🧭
 
 * item **bold** _it_\n  1. sub -- \u201cquoted\u201d \u2026
 <h1>html</h1>&nbsp;<br/>
-""" * 9
+"""
+    * 9
+)
 
 
 def stream(tokenizer: Tokenizer, ids: list[int], **options: Any) -> list[str]:

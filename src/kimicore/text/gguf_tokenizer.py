@@ -83,9 +83,7 @@ def _byte_level(vocabulary: GGUFVocabulary, tokens: list[str], types: list[int])
     way = pre_tokenizer(vocabulary.pre)
     letters = frozenset(CHAR_OF.values())
     raw = frozenset(i for i, kind in enumerate(types) if kind in (UNKNOWN, CONTROL, USER_DEFINED))
-    keys = [
-        token if i in raw or letters.issuperset(token) else spell(token.encode()) for i, token in enumerate(tokens)
-    ]
+    keys = [token if i in raw or letters.issuperset(token) else spell(token.encode()) for i, token in enumerate(tokens)]
     vocab = {key: i for i, key in enumerate(keys)}
     merges = _listed_merges(vocabulary.merges)
     model = _model(vocab, merges, unk_token=None, ignore_merges=way.whole_words)
@@ -158,9 +156,7 @@ def _check_bytes(tokens: Sequence[str], types: Sequence[int], unknown: int | Non
         found = BYTE_PIECE.fullmatch(token)
         if found is None:
             if types[i] == BYTE:
-                raise ModelLoadError(
-                    f"tokenizer.ggml.tokens[{i}]={token!r}: a byte piece is written <0x00> to <0xFF>"
-                )
+                raise ModelLoadError(f"tokenizer.ggml.tokens[{i}]={token!r}: a byte piece is written <0x00> to <0xFF>")
             continue
         byte = int(found[1], 16)
         if byte in seen:

@@ -288,9 +288,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         sort_keys: bool = False,
     ) -> str:
         self._budget.text(self._budget.weigh(value))
-        return json.dumps(
-            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-        )
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _check_percent(value: Any) -> None:
