@@ -92,15 +92,13 @@ template <class P> void run(const Call& c, int threads, parallel_entry entry) {
   });
 }
 #if defined(KC_BF16_DOT)
-// bfloat16: as above, with two changes that leave every bit as it is. The lanes of 16 results are summed together, in the tree of
-// lanes_sum(), and what the next outputs need is fetched while these are computed.
-constexpr int HM = 6, HN = 4;            // results of a register tile: 24 sums, 1 + 4 operands
-#ifndef PB
-#define PB 64
-#endif
-constexpr int64_t PANEL_BYTES = PB << 10;  // of weights that are kept close while rows pass by
+// bfloat16: as above, with two changes that leave every bit as it is. The lanes of 16 results are summed together, in the
+// tree of lanes_sum(), and the weights of the next panel are fetched while this one is computed.
+constexpr int HM = 6, HN = 4;  // results of a register tile: 24 sums, 1 + 4 operands
+// Of weights that are kept close while rows pass by: so many bytes, and more where that is less than LEAST_OUTS outputs.
+constexpr int64_t PANEL_BYTES = 64 << 10, PANEL_MAX_BYTES = 256 << 10, LEAST_OUTS = 16;
 
-// One level of the tree for two vectors at once: halves of a and b, of the first, are added into those of the result.
+// A level of the tree for two vectors at once: lanes n apart are added, sums of a and of b in turns of n lanes.
 KC_INLINE vf fold8(vf a, vf b) {
   return (vf)_mm512_mask_blend_ps(0xff00, a, b) + (vf)_mm512_shuffle_f32x4(a, b, 0x4e);
 }
@@ -118,6 +116,7 @@ KC_INLINE vf fold1(vf a, vf b) {
 KC_INLINE vf lanes_sums(const vf (*s)[HN], int rows) {
   const vf none{};
   vf d[HN];
+#pragma GCC unroll 8
   for (int j = 0; j < HN; j++)
     d[j] = fold4(fold8(s[0][j], rows > 2 ? s[2][j] : none), fold8(rows > 1 ? s[1][j] : none, rows > 3 ? s[3][j] : none));
   return fold1(fold2(d[0], d[2]), fold2(d[1], d[3]));
@@ -130,25 +129,33 @@ template <int M, int F> void half_tile(const Call& c, int64_t m, int64_t o, cons
   int64_t k = 0;
   for (; k + Half::lanes <= c.depth; k += Half::lanes) {
     vf b[HN];
+#pragma GCC unroll 8
     for (int j = 0; j < HN; j++) memcpy(&b[j], w + j * c.weight_row + k, sizeof(vf));
+#pragma GCC unroll 8
     for (int j = 0; j < F; j++) __builtin_prefetch(next + j * c.weight_row + k, 0, 2);
+#pragma GCC unroll 8
     for (int i = 0; i < M; i++) {
       vf a;
       memcpy(&a, x + i * c.x_row + k, sizeof(vf));
+#pragma GCC unroll 8
       for (int j = 0; j < HN; j++) sum[i][j] = Half::step(sum[i][j], a, b[j]);
     }
   }
   if (k < c.depth) {
     const int left = (int)(c.depth - k);
+#pragma GCC unroll 8
     for (int j = 0; j < HN; j++) {
       const vf b = Half::part(w + j * c.weight_row + k, left);
+#pragma GCC unroll 8
       for (int i = 0; i < M; i++) sum[i][j] = Half::step(sum[i][j], Half::part(x + i * c.x_row + k, left), b);
     }
   }
   vf bias{};
   if (c.bias)
+#pragma GCC unroll 8
     for (int i = 0; i < W; i++) bias[i] = widen(((const bf16*)c.bias)[o + i % HN]);
   bf16* y = (bf16*)c.y + m * c.outs + o;
+#pragma GCC unroll 8
   for (int i = 0; i < M; i += 4) {
     bf16 whole[W];
     store(whole, lanes_sums(sum + i, M - i) + bias);
@@ -172,32 +179,31 @@ void half_tile(const Call& c, int64_t m, int rows, int64_t o, const bf16* next, 
   }
 }
 
-// Outputs [first, last), panel by panel: rows in tiles of equal size, each over the whole panel.
-void half_range(const Call& c, int64_t start, int64_t stop, int64_t first, int64_t last, int64_t panel) {
-  const int64_t tiles = (stop - start + HM - 1) / HM;
-  const int fetched = tiles >= 4 ? 1 : tiles >= 2 ? 2 : 4;
+// Outputs [first, last), panel by panel: all rows, in tiles of equal size, pass by a panel, so that weights are read once.
+void half_range(const Call& c, int64_t first, int64_t last, int64_t panel) {
+  const int64_t tiles = (c.rows + HM - 1) / HM;
+  const int fetched = tiles >= 4 ? 1 : tiles >= 2 ? 2 : 4;  // by each of the first tiles: HN rows in all
   for (int64_t p = first; p < last; p += panel) {
     const int64_t end = std::min(last, p + panel);
     for (int64_t t = 0; t < tiles; t++) {
-      const int64_t m = start + (stop - start) * t / tiles, rows = start + (stop - start) * (t + 1) / tiles - m;
+      const int64_t m = c.rows * t / tiles, stop = c.rows * (t + 1) / tiles;
       int64_t o = p;
       for (; o + HN <= end; o += HN) {
         const bool more = t * fetched < HN && o + panel + HN <= last;
-        const bf16* next = (const bf16*)c.weight + (o + panel + t * fetched) * c.weight_row;
-        half_tile(c, m, (int)rows, o, more ? next : nullptr, more ? fetched : 0);
+        const bf16* next = more ? (const bf16*)c.weight + (o + panel + t * fetched) * c.weight_row : nullptr;
+        half_tile(c, m, (int)(stop - m), o, next, more ? fetched : 0);
       }
-      for (; o < end; o++) columns<Half, 1>(c, m, m + rows, o);
+      for (; o < end; o++) columns<Half, 1>(c, m, stop, o);
     }
   }
 }
 void run_half(const Call& c, int threads, parallel_entry entry) {
   const int64_t groups = (c.outs + HN - 1) / HN, row_bytes = 2 * std::max<int64_t>(c.depth, 1);
-  const int64_t panel = std::max<int64_t>(1, PANEL_BYTES / row_bytes / HN) * HN;
-  const int64_t close = std::max<int64_t>(HM, CACHE_BYTES / row_bytes / HM * HM);
+  const int64_t outs = std::max(PANEL_BYTES / row_bytes, std::min(LEAST_OUTS, PANEL_MAX_BYTES / row_bytes));
+  const int64_t panel = std::max<int64_t>(1, outs / HN) * HN;
   const int useful = (int)std::min<int64_t>(threads, c.rows * c.outs * c.depth / GRAIN);
   shared_range(entry, useful, groups, [&](int64_t first, int64_t last) {
-    for (int64_t m = 0; m < c.rows; m += close)
-      half_range(c, m, std::min(c.rows, m + close), first * HN, std::min(c.outs, last * HN), panel);
+    half_range(c, first * HN, std::min(c.outs, last * HN), panel);
   });
 }
 #endif
