@@ -38,7 +38,7 @@ PLACES = {
     **dict.fromkeys(["kimicore.model", "kimicore.kv"], (3, "device")),
     "kimicore.runner": (4, "device"),
     # The loop fills handles and wakes their readers, so they stand on its floor, below the faces.
-    **dict.fromkeys(["kimicore.loop", "kimicore.handle", "kimicore.wake"], (4, "loop")),
+    **dict.fromkeys(["kimicore.loop", "kimicore.handle", "kimicore.intake", "kimicore.wake"], (4, "loop")),
     **dict.fromkeys([f"kimicore.{name}" for name in ("assembly", "engine", "face", "sync")], (5, "shell")),
     **dict.fromkeys([f"kimicore.{name}" for name in ("asgi", "cli", "integrations", "report", "sim")], (6, "top")),
     "kimicore.testing": (6, "top"),

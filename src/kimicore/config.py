@@ -25,7 +25,8 @@ class EngineConfig:
     where that is more. Raise it (to 1, say) where throughput counts and pauses in a stream do not.
 
     ``max_waiting``: requests that may wait; one more is :class:`~kimicore.Overloaded`. ``context_tokens``:
-    longest prompt plus output (None: the model's own limit, as far as the KV arena holds it).
+    longest prompt plus output (None: the model's own limit, as far as the KV arena holds it; a value over
+    either is refused when the engine opens).
     ``kv_device_bytes``: size of the KV arena, as a number or as text such as "2GiB" (None: 1 GiB, or what
     a quarter of the available memory allows). ``block_tokens``: tokens per KV block, 16, 32 or 64.
     ``prefix_cache``: keep computed prefixes for later requests of the same tenant.

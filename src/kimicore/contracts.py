@@ -1,8 +1,8 @@
 """What a policy, a runner and a judge of text promise: the seams of the engine.
 
 A policy is a frozen settings class with a ``start(...)`` method that returns its state; the state answers
-the engine's questions. Policies propose and the core disposes: budgets, memory and starvation are checked
-outside of them.
+the engine's questions. Policies propose and the core disposes: budgets and memory are checked
+outside of them. That nothing starves is a batching policy's own promise.
 """
 
 from __future__ import annotations

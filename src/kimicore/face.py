@@ -15,6 +15,7 @@ from kimicore.checks import integer, number
 from kimicore.config import EngineConfig
 from kimicore.errors import ConfigError, EngineClosed, ForkedProcess, InvalidRequest, PromptTooLong
 from kimicore.handle import Handle, Job, Piece
+from kimicore.intake import check_params
 from kimicore.sampling_params import SamplingParams
 from kimicore.types import (
     Candidate,
@@ -144,7 +145,7 @@ class Face:
         """Check everything but the prompt; raises :class:`InvalidRequest`."""
         loop = self.loop
         chosen = SamplingParams.of(params, sampling)
-        loop.check_params(chosen)
+        check_params(chosen, loop.tokenizer)
         if timeout_s is not None:
             timeout_s = number("timeout_s", timeout_s, 0.0, 1e9, InvalidRequest)
         for name, value in (("tenant", tenant), ("request_id", request_id or "")):

@@ -136,12 +136,6 @@ class Handle:
         """What ended the request, where it did not end well."""
         return self._error
 
-    def adopt(self, waker: Waker) -> None:
-        """Wake ``waker`` from now on (a stream that is read on another loop than it was made on)."""
-        with self._lock:
-            self._waker = waker
-            self._dead_reader = False
-
     def prompt_scores(self) -> tuple[TokenScores, ...]:
         """Return the scores of the prompt's positions so far, from its second token on."""
         with self._lock:

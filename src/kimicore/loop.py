@@ -17,12 +17,12 @@ from kimicore.clock import Clock
 from kimicore.config import EngineConfig
 from kimicore.contracts import Runner
 from kimicore.cost import StepTimeModel, step_load
-from kimicore.errors import EngineClosed, EngineFailed, InvalidRequest, KimiCoreError, Overloaded
+from kimicore.errors import EngineClosed, EngineFailed, KimiCoreError, Overloaded
 from kimicore.handle import Handle, Job
+from kimicore.intake import context_limit, make_group
 from kimicore.plan import Planner
 from kimicore.requests import Event, Failed, Finished, NewRequest, Tokens
-from kimicore.sampling_params import SamplingParams
-from kimicore.text.judge import TextJudge, resolve_stops
+from kimicore.text.judge import TextJudge
 from kimicore.text.tokenizer import Tokenizer
 from kimicore.types import EngineStats, Timing, Usage
 from kimicore.wake import Waker
@@ -76,7 +76,7 @@ class EngineLoop:
         self.tokenizer = tokenizer
         self.clock = clock
         self.vocab_tokens = tokenizer.vocab_size
-        self.context_tokens = min(context_tokens, config.context_tokens or context_tokens, book.capacity_tokens)
+        self.context_tokens = context_limit(config.context_tokens, context_tokens, book.capacity_tokens)
         self.limit_tokens = self.context_tokens - 1
         self._book, self._planner, self._runner, self._config = book, planner, runner, config
         self._cost = StepTimeModel()
@@ -111,15 +111,6 @@ class EngineLoop:
         self._thread = _EngineThread(target=self._work, name="kimicore-engine", daemon=False)
         self._thread.start()
 
-    def check_params(self, params: SamplingParams) -> None:
-        """Raise :class:`InvalidRequest` for what only the model's vocabulary can tell."""
-        high = self.vocab_tokens - 1
-        for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", [k for k, _ in params.logit_bias])):
-            for one in ids:
-                if one > high:
-                    raise InvalidRequest(f"{name}: token id {one} is outside the vocabulary (0 to {high})")
-        resolve_stops(self.tokenizer, params)
-
     def submit(self, job: Job, ids: Sequence[int], seed: int, waker: Waker, *, wake_each: bool) -> Handle:
         """Queue a checked request and return its handle; raises Overloaded, EngineClosed or EngineFailed."""
         params = job.params
@@ -139,42 +130,11 @@ class EngineLoop:
             numbers = range(self._next, self._next + params.n)
             self._next += params.n
             handle = Handle(job.request_id or f"request-{numbers[0]}", numbers, waker, wake_each=wake_each)
-            group = self._group(job, ids, seed, numbers, len(ids) + output)
+            group = make_group(job, ids, seed, numbers, len(ids) + output, self.tokenizer, self._config.prefix_cache)
             self._inbox.append((handle, group, job.submitted_s))
             self._queued += params.n
             self._wakeup.notify()
         return handle
-
-    def _group(
-        self, job: Job, ids: Sequence[int], seed: int, numbers: Sequence[int], limit_tokens: int
-    ) -> list[NewRequest]:
-        params, now_s = job.params, self.clock()
-        ends = () if params.ignore_eos else self.tokenizer.eos_ids
-        end_ids = frozenset((*ends, *params.stop_token_ids))
-        _, spelled = resolve_stops(self.tokenizer, params)  # stop strings that are a special token
-        banned = tuple(sorted({*self.tokenizer.eos_ids, *params.stop_token_ids, *spelled}))
-        quiet = evolve(params, prompt_logprobs=None)  # the first choice scores the prompt for all
-        return [
-            NewRequest(
-                number=number,
-                prompt=ids,
-                limit_tokens=limit_tokens,
-                params=quiet if choice else params,
-                seed=seed,
-                choice=choice,
-                tenant=job.tenant,
-                priority=job.priority,
-                arrived_s=now_s,
-                deadline_s=None if job.timeout_s is None else job.submitted_s + job.timeout_s,
-                salt=job.tenant.encode(),
-                use_cache=self._config.prefix_cache,
-                leader=numbers[0] if choice else None,
-                judge=TextJudge(self.tokenizer, params),
-                end_ids=end_ids,
-                banned_until_min=banned,
-            )
-            for choice, number in enumerate(numbers)
-        ]
 
     def cancel(self, handle: Handle) -> None:
         """Have the handle's request end; never waits."""

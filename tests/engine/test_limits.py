@@ -7,7 +7,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from kimicore import Engine, EngineConfig, GenerationResult, InvalidRequest, PromptTooLong
+from kimicore import ConfigError, Engine, EngineConfig, GenerationResult, InvalidRequest, PromptTooLong
 from rigs.chain import START
 from rigs.settle import settled
 
@@ -61,7 +61,9 @@ async def test_a_prompt_larger_than_the_arena_is_refused_at_once(tiny: Path) -> 
     """A prompt that the arena can never hold fails before it waits, and the next one is served
     (vllm-project/vllm#35541)."""
     block_bytes = 2 * 2 * 2 * 16 * 16 * 4
-    config = EngineConfig(dtype="float32", kv_device_bytes=9 * block_bytes, context_tokens=1024)
+    config = EngineConfig(dtype="float32", kv_device_bytes=9 * block_bytes)
+    with pytest.raises(ConfigError, match="arena holds 128"):
+        await Engine(tiny, EngineConfig(dtype="float32", kv_device_bytes=9 * block_bytes, context_tokens=1024)).open()
     async with Engine(tiny, config) as engine:
         assert engine.stats().kv_blocks_total == 8
         with pytest.raises(PromptTooLong):

@@ -31,7 +31,7 @@ def fetch_hub(name: str) -> Path:
         import huggingface_hub as hub
     except ImportError as error:
         raise ModelLoadError(
-            f"{name}: is neither a path nor a demo model; to download it from the hub: pip install kimicore[hub]"
+            f"{name}: is neither a path nor a demo model; to download it from the hub: pip install 'kimicore[hub]'"
         ) from error
     organisation, model, *rest = name.split("/", 2)
     repository = f"{organisation}/{model}"

@@ -23,7 +23,7 @@ def open_source(model: str | os.PathLike[str], *, progress: Progress | None = No
 
     ``model``: a folder with config.json and safetensors files, a GGUF file, the alias of a demo model
     ("smollm2-135m-instruct", "gemma-3-270m"), or a hub id ("organisation/model"; needs
-    ``pip install kimicore[hub]``). A path that exists goes before an alias or an id. ``progress``: called
+    ``pip install 'kimicore[hub]'``). A path that exists goes before an alias or an id. ``progress``: called
     while a demo model is fetched; by default there is a line on standard error where that is a terminal.
 
     Raises :class:`~kimicore.ModelLoadError` that names the file and the field. Nothing from a model's files
