@@ -346,7 +346,7 @@ def test_no_request_outlives_its_end():
             rig.steps.clear()
     gc.collect()
     assert not any(one() for one in living)
-    assert not [one for one in gc.get_objects() if isinstance(one, Request)]
+    assert not [one for one in gc.get_objects() if type(one) is Request]
     assert len(rig.book._deadlines) < 200
 
 
