@@ -66,7 +66,7 @@ def machines(session: nox.Session) -> None:
     session.install(".[test]")
     deep = {"KIMICORE_HYPOTHESIS": "deep"}
     session.run("pytest", "-q", "tests/decide", "tests/sampling", "tests/text", *session.posargs, env=deep)
-    session.run("pytest", "-q", "-m", "long", *session.posargs, env=deep)
+    session.run("pytest", "-q", "-s", "-m", "long", "--timeout=0", *session.posargs, env=deep)
 
 
 @nox.session

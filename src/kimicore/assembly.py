@@ -11,7 +11,7 @@ import torch
 from kimicore.book import Book
 from kimicore.clock import MonotonicClock
 from kimicore.config import EngineConfig
-from kimicore.errors import ConfigError, ModelLoadError
+from kimicore.errors import ConfigError, ForkedProcess, ModelLoadError
 from kimicore.kernels.registry import select_ops
 from kimicore.kv.arena import Arena
 from kimicore.loop import EngineLoop
@@ -34,12 +34,19 @@ DEFAULT_KV_BYTES = 1 << 30
 DEFAULT_KV_SHARE = 0.25
 
 WARM_TOKENS = 64
+LOADED_IN = os.getpid()
+"""The process that torch was loaded in: its threads do not survive a fork, and products in a child would hang."""
 
 Progress = Callable[[str, int, int], None]
 
 
 def assemble(model: str | os.PathLike[str], config: EngineConfig, progress: Progress | None) -> EngineLoop:
     """Load ``model`` and return its engine, not yet started."""
+    if os.getpid() != LOADED_IN:
+        raise ForkedProcess(
+            f"an engine opened in process {LOADED_IN} before this one was forked from it, and torch's threads do not "
+            "survive that: start the child with the 'spawn' method, or fork before the first engine opens"
+        )
     source = open_source(model, progress=progress)
     spec = spec_from_config(source.config)
     dtype = choose_dtype(config.dtype)
@@ -47,6 +54,11 @@ def assemble(model: str | os.PathLike[str], config: EngineConfig, progress: Prog
     if tokenizer.vocab_size > spec.vocab_size:
         raise ModelLoadError(
             f"{source.path}: the tokenizer has {tokenizer.vocab_size} tokens and the model {spec.vocab_size}"
+        )
+    ends = source.text.eos_ids
+    if ends and not any(one < tokenizer.vocab_size for one in ends):
+        raise ModelLoadError(
+            f"{source.path}: eos_token_id={ends}: outside the vocabulary of {tokenizer.vocab_size} tokens"
         )
     classes = kv_classes(spec, str(dtype).removeprefix("torch."), config.block_tokens)
     arena = _arena(classes, config)

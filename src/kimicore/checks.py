@@ -44,7 +44,10 @@ def number(name: str, value: Any, low: float, high: float, fault: Fault, *, abov
     """Return ``value`` as a finite float in ``[low, high]`` (``(low, high]`` when ``above``) or raise ``fault``."""
     if isinstance(value, (bool, str)) or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
         raise fault(f"{name}={value!r}: must be a number")
-    result = float(value)
+    try:
+        result = float(value)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise fault(f"{name}={str(value)[:40]}: is not a number that can be used: {error}") from error
     if not math.isfinite(result) or result > high or result < low or (above and result == low):
         raise fault(f"{name}={value!r}: must be finite, {'over' if above else 'at least'} {low} and at most {high}")
     return result

@@ -24,7 +24,8 @@ class EngineConfig:
     prompts are sized so that a step takes about this long, or up to 1.8 times what the generating rows take alone
     where that is more. Raise it (to 1, say) where throughput counts and pauses in a stream do not.
 
-    ``max_waiting``: requests that may wait; one more is :class:`~kimicore.Overloaded`. ``context_tokens``:
+    ``max_waiting``: requests that may wait; one more is :class:`~kimicore.Overloaded`. A request waits until its first
+    step is planned, also on an idle engine. ``context_tokens``:
     longest prompt plus output (None: the model's own limit, as far as the KV arena holds it; a value over
     either is refused when the engine opens).
     ``kv_device_bytes``: size of the KV arena, as a number or as text such as "2GiB" (None: 1 GiB, or what

@@ -11,6 +11,7 @@ import anyio
 from anyio import to_thread
 
 from kimicore.config import EngineConfig
+from kimicore.errors import InvalidRequest
 from kimicore.face import Face
 from kimicore.handle import Handle, Job
 from kimicore.sampling_params import SamplingParams
@@ -199,7 +200,8 @@ class Stream:
     """Chunks of one request as they come; an async context manager and an async iterator with a defined end.
 
     Leaving the context, :meth:`aclose` (from any task) or dropping the stream cancels what has not ended.
-    A slow reader gets larger chunks and never misses text. After the end, :meth:`result` has the totals.
+    It has one reader at a time. A slow reader gets larger chunks and never misses text. After the end,
+    :meth:`result` has the whole.
     """
 
     def __init__(self, engine: Engine, job_of: Callable[[], Job], ids_of: Callable[[Job], Any]) -> None:
@@ -211,6 +213,8 @@ class Stream:
         self._waker: AsyncWaker | None = None
         self._ids: Sequence[int] = ()
         self._ready: list[StreamChunk] = []
+        self._read: list[StreamChunk] = []
+        self._reading = False
         self._closed = False
 
     async def __aenter__(self) -> Self:
@@ -230,13 +234,22 @@ class Stream:
         """Return the next chunk; raises what ended the request, or ``StopAsyncIteration`` at its end."""
         if self._closed:  # a stream that was closed before it began never begins
             raise StopAsyncIteration
-        handle, waker = await self._start()
+        if self._reading:
+            raise InvalidRequest("a stream has one reader at a time: read it in one task, and hand its chunks on")
+        self._reading = True
+        try:
+            return await self._next(*await self._start())
+        finally:
+            self._reading = False
+
+    async def _next(self, handle: Handle, waker: AsyncWaker) -> StreamChunk:
         while not self._closed:
             done = handle.done  # looked at first: what comes between the two looks is not lost
             if not self._ready:
                 self._ready.extend(self._face.chunks(self._job, handle))
             if self._ready:
-                return self._ready.pop(0)
+                self._read.append(self._ready.pop(0))
+                return self._read[-1]
             if done:
                 handle.raise_error()
                 break
@@ -248,8 +261,8 @@ class Stream:
         self._close()
 
     def result(self) -> GenerationResult:
-        """Return usage, timing and prompt log-probabilities of an ended stream; its choices hold no text."""
-        return self._face.summary(self._job, self._ids, self._handle)
+        """Return what :meth:`Engine.generate` would have, once the stream was read to its end."""
+        return self._face.summary(self._job, self._ids, self._handle, self._read)
 
     async def _start(self) -> tuple[Handle, AsyncWaker]:
         if self._handle is None:

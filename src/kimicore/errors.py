@@ -3,7 +3,7 @@
 .. code-block:: text
 
     KimiCoreError
-    ├── ConfigError (ValueError)          a setting is unknown, out of range or conflicts with another
+    ├── ConfigError (ValueError)          a setting is out of range or conflicts with another
     ├── ModelLoadError                    a model folder, file or download cannot be used
     ├── InvalidRequest (ValueError)       one request cannot be served as it was asked
     │   └── PromptTooLong                 the prompt does not fit; the figures are in the error
@@ -42,7 +42,7 @@ class KimiCoreError(Exception):
 
 
 class ConfigError(KimiCoreError, ValueError):
-    """A setting is unknown, out of range, or conflicts with another one."""
+    """A setting is out of range, or conflicts with another one."""
 
 
 class ModelLoadError(KimiCoreError):
@@ -87,7 +87,7 @@ class EngineClosed(KimiCoreError):
 
 
 class ForkedProcess(EngineClosed):
-    """The engine was made before a fork and is used in the child; make it there, or use spawn."""
+    """The process was forked after an engine had opened: start it with spawn, or fork before the first engine opens."""
 
 
 class EngineFailed(KimiCoreError):

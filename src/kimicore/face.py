@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kimicore.checks import integer, number
 from kimicore.config import EngineConfig
-from kimicore.errors import ConfigError, EngineClosed, ForkedProcess, InvalidRequest, PromptTooLong
+from kimicore.errors import ConfigError, EngineClosed, ForkedProcess, InvalidRequest, ModelLoadError, PromptTooLong
 from kimicore.handle import Handle, Job, Piece
 from kimicore.intake import check_params
 from kimicore.sampling_params import SamplingParams
@@ -48,6 +48,8 @@ class Face:
     ) -> None:
         if config is not None and not isinstance(config, EngineConfig):
             raise ConfigError(f"config={config!r}: must be an EngineConfig")
+        if not isinstance(model, (str, os.PathLike)):
+            raise ModelLoadError(f"model={model!r}: must be an alias, a path or a hub id")
         self.config = EngineConfig() if config is None else config
         self._model, self._progress = model, progress
         self._pid = os.getpid()
@@ -108,7 +110,7 @@ class Face:
         if os.getpid() != self._pid:
             raise ForkedProcess(
                 f"this engine was made in process {self._pid} and is used in its fork {os.getpid()}: "
-                "make the engine in the child, or start the child with the 'spawn' method"
+                "start the child with the 'spawn' method, or fork before the first engine opens"
             )
 
     @property
@@ -151,11 +153,17 @@ class Face:
         for name, value in (("tenant", tenant), ("request_id", request_id or "")):
             if not isinstance(value, str) or len(value) > MAX_NAME:
                 raise InvalidRequest(f"{name}={value!r}: must be a string of at most {MAX_NAME} characters")
+        try:
+            tenant.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"tenant={tenant!r}: must be text that UTF-8 can hold") from error
         priority = integer("priority", priority, -(1 << 31), 1 << 31, InvalidRequest)
         return Job(chosen, priority, timeout_s, tenant, request_id or None, loop.clock())
 
     def encode(self, text: str, parse_special: bool) -> Sequence[int]:
         """Return the token ids of ``text``; refuses what cannot fit before tokenizing it as a whole."""
+        if not isinstance(parse_special, bool):
+            raise InvalidRequest(f"parse_special={parse_special!r}: must be True or False")
         limit = self.loop.limit_tokens
         return self.tokenizer.encode(text, parse_special=parse_special, max_tokens=limit)
 
@@ -221,12 +229,19 @@ class Face:
         handle.raise_error()
         return self._result(job, ids, handle, dict(handle.take()))
 
-    def summary(self, job: Job | None, ids: Sequence[int], handle: Handle | None) -> GenerationResult:
-        """Return an ended stream's totals; raises where it has not ended."""
-        if job is None or handle is None or not handle.done:
-            raise InvalidRequest("the stream has not ended: read it to its end before asking for its totals")
-        handle.raise_error()
-        return self._result(job, ids, handle, {})
+    def summary(
+        self, job: Job | None, ids: Sequence[int], handle: Handle | None, chunks: Sequence[StreamChunk]
+    ) -> GenerationResult:
+        """Return a stream's result from its chunks; raises where it was not read to its end."""
+        if handle is not None:
+            handle.raise_error()
+        if job is None or handle is None or sum(1 for one in chunks if one.finish_reason) < len(handle.numbers):
+            raise InvalidRequest("the stream was not read to its end: only then is there a result")
+        parts: dict[int, list[StreamChunk]] = {}
+        for chunk in chunks:
+            parts.setdefault(chunk.index, []).append(chunk)
+        choices = tuple(_joined(index, found, job) for index, found in sorted(parts.items()))
+        return self._whole(job, ids, handle, choices)
 
     def _result(self, job: Job, ids: Sequence[int], handle: Handle, pieces: Mapping[int, Piece]) -> GenerationResult:
         choices = tuple(
@@ -240,6 +255,9 @@ class Face:
             )
             for index, piece in sorted(pieces.items())
         )
+        return self._whole(job, ids, handle, choices)
+
+    def _whole(self, job: Job, ids: Sequence[int], handle: Handle, choices: tuple[Choice, ...]) -> GenerationResult:
         prompt = None
         if job.params.prompt_logprobs is not None:
             scores: list[TokenScores | None] = [None, *handle.prompt_scores()]
@@ -259,6 +277,19 @@ class Face:
             return TokenLogprob(token_id, None, text.token_bytes(token_id))
         top = tuple(Candidate(one, value, text.token_bytes(one)) for one, value in scores.top)
         return TokenLogprob(token_id, scores.logprob, text.token_bytes(token_id), top)
+
+
+def _joined(index: int, chunks: Sequence[StreamChunk], job: Job) -> Choice:
+    """Return the choice that its chunks make up."""
+    scores = tuple(score for one in chunks for score in one.logprobs or ())
+    return Choice(
+        index=index,
+        text="".join(one.text for one in chunks),
+        token_ids=tuple(token for one in chunks for token in one.token_ids),
+        finish_reason=chunks[-1].finish_reason or "length",
+        stop=chunks[-1].stop,
+        logprobs=None if job.params.logprobs is None else scores,
+    )
 
 
 def too_long(prompt_tokens: int, limit_tokens: int) -> PromptTooLong:

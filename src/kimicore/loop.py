@@ -17,7 +17,7 @@ from kimicore.clock import Clock
 from kimicore.config import EngineConfig
 from kimicore.contracts import Runner
 from kimicore.cost import StepTimeModel, step_load
-from kimicore.errors import EngineClosed, EngineFailed, KimiCoreError, Overloaded
+from kimicore.errors import EngineClosed, EngineFailed, InvalidRequest, KimiCoreError, Overloaded
 from kimicore.handle import Handle, Job
 from kimicore.intake import context_limit, make_group
 from kimicore.plan import Planner
@@ -118,6 +118,10 @@ class EngineLoop:
         output = room if params.max_tokens is None else min(params.max_tokens, room)
         with self._wakeup:
             self._check_alive()
+            if params.n > self._config.max_waiting:
+                raise InvalidRequest(
+                    f"n={params.n}: over max_waiting={self._config.max_waiting}, so it could never be taken; lower n"
+                )
             waiting = self._queued + self._waiting
             if waiting + params.n > self._config.max_waiting:
                 self._refused += params.n

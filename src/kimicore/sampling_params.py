@@ -23,6 +23,8 @@ def _stops(value: Any, attribute: Attribute[Any]) -> tuple[str, ...]:
     stops = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple)) else None
     if stops is None or not all(isinstance(stop, str) for stop in stops):
         raise InvalidRequest(f"{attribute.name}={value!r}: must be a string or a list of strings")
+    if any("\ud800" <= one <= "\udfff" for stop in stops for one in stop):
+        raise InvalidRequest(f"{attribute.name}={value!r}: a lone surrogate can never match; give text")
     if "" in stops:
         raise InvalidRequest(f"{attribute.name}={value!r}: an empty stop string would stop at once; leave it out")
     if len(stops) > MAX_STOPS:

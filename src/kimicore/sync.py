@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from types import TracebackType
 from typing import Any, Self
 
 from kimicore.config import EngineConfig
+from kimicore.errors import InvalidRequest
 from kimicore.face import Face
 from kimicore.handle import Handle, Job
 from kimicore.sampling_params import SamplingParams
@@ -82,7 +83,7 @@ class SyncEngine:
 
     def generate_many(
         self,
-        prompts: Sequence[str | Sequence[int]],
+        prompts: Iterable[str | Sequence[int]],
         params: SamplingParams | None = None,
         *,
         timeout_s: float | None = None,
@@ -94,6 +95,9 @@ class SyncEngine:
 
         The first error cancels the others and is raised.
         """
+        if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
+            raise InvalidRequest(f"prompts: must be a list of prompts, not {type(prompts).__name__}")
+        prompts = list(prompts)
         self.open()
         jobs = [self._face.job(params, sampling, 0, timeout_s, tenant, None) for _ in prompts]
         all_ids = [self._ids(prompt, parse_special) for prompt in prompts]
@@ -191,6 +195,7 @@ class SyncStream:
         self._handle: Handle | None = None
         self._handle = face.submit(job, ids, self._waker, wake_each=True)
         self._ready: list[StreamChunk] = []
+        self._read: list[StreamChunk] = []
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -212,7 +217,8 @@ class SyncStream:
             if not self._ready:
                 self._ready.extend(self._face.chunks(self._job, self._handle))
             if self._ready:
-                return self._ready.pop(0)
+                self._read.append(self._ready.pop(0))
+                return self._read[-1]
             if done:
                 self._handle.raise_error()
                 break
@@ -227,8 +233,8 @@ class SyncStream:
             self._waker.notify()
 
     def result(self) -> GenerationResult:
-        """Return usage, timing and prompt log-probabilities of an ended stream; its choices hold no text."""
-        return self._face.summary(self._job, self._ids, self._handle)
+        """Return what :meth:`SyncEngine.generate` would have, once the stream was read to its end."""
+        return self._face.summary(self._job, self._ids, self._handle, self._read)
 
     def __del__(self) -> None:
         if hasattr(self, "_handle"):

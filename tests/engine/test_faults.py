@@ -186,7 +186,7 @@ async def test_a_failed_step_ends_every_request_with_its_cause(tiny: Path) -> No
 async def test_a_stream_ends_once(shared: Engine) -> None:
     """After its end a stream stays at its end, and its totals agree with its chunks (OpenNMT/CTranslate2#1225)."""
     stream = shared.stream([5, 6], max_tokens=7, **GREEDY)
-    with pytest.raises(InvalidRequest, match="not ended"):
+    with pytest.raises(InvalidRequest, match="not read to its end"):
         stream.result()
     chunks = await read(stream)
     for _ in range(2):

@@ -361,6 +361,11 @@ FORKED = """
                 engine.generate([5], max_tokens=8)
             except kimicore.ForkedProcess as error:
                 code = 0 if "spawn" in str(error) else 2
+            try:
+                kimicore.SyncEngine(sys.argv[1], settings).open()
+                code = 3
+            except kimicore.ForkedProcess as error:
+                code = code or (0 if "spawn" in str(error) else 4)
             engine.close()
             os._exit(code)
         _, status = os.waitpid(child, 0)

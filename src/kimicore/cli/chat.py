@@ -7,6 +7,7 @@ import sys
 
 from kimicore.cli.options import Progress, add_engine_options, add_sampling_options, engine_config, sampling
 from kimicore.errors import EngineClosed, EngineFailed, KimiCoreError
+from kimicore.sampling_params import SamplingParams
 from kimicore.sync import SyncEngine
 
 __all__ = ["add_parser", "run"]
@@ -25,6 +26,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(options: argparse.Namespace) -> int:
     """Run the command: reads a line, streams the answer, until the input ends."""
+    SamplingParams.of(None, sampling(options))  # refused before the model is loaded
     progress = Progress(options.quiet)
     start = [] if options.system is None else [{"role": "system", "content": options.system}]
     messages = list(start)

@@ -8,6 +8,7 @@ import sys
 
 from kimicore.cli.options import Progress, add_engine_options, add_sampling_options, engine_config, sampling
 from kimicore.errors import InvalidRequest
+from kimicore.sampling_params import SamplingParams
 from kimicore.sync import SyncEngine
 from kimicore.types import GenerationResult
 
@@ -32,6 +33,7 @@ def run(options: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     if options.system is not None and not options.chat:
         raise InvalidRequest("--system goes with --chat: a plain prompt has no system message")
+    SamplingParams.of(None, sampling(options))  # refused before the model is loaded
     progress = Progress(options.quiet)
     with SyncEngine(options.model, engine_config(options), progress=progress) as engine:
         progress.clear()

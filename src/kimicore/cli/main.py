@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from kimicore import __version__
 from kimicore.cli import chat, doctor, generate
-from kimicore.errors import KimiCoreError
+from kimicore.errors import ConfigError, InvalidRequest, KimiCoreError
 
 __all__ = ["main"]
 
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return status
     except KimiCoreError as error:
         print(f"kimicore: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, (ConfigError, InvalidRequest)) else 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
