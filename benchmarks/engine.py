@@ -60,19 +60,21 @@ class Peer:
             self.model.generate(ids, attention_mask=mask, **options)
 
 
-def settings(options: argparse.Namespace, **changes: Any) -> kimicore.EngineConfig:
-    """Return the engine's settings for the run."""
-    native = not options.no_native
-    fixed: dict[str, Any] = {"dtype": "bfloat16", "prefix_cache": False, "kv_device_bytes": "1GiB"}
-    return kimicore.EngineConfig(native_kernels=native, **fixed, **changes)
-
-
-async def concurrent(engine: kimicore.Engine, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[Any]:
+async def concurrent(
+    engine: kimicore.Engine, prompts: Sequence[Sequence[int]], new_tokens: int, *, stream: bool = False
+) -> list[Any]:
     """Generate for all prompts at once and return their results."""
     results: list[Any] = [None] * len(prompts)
+    options: dict[str, Any] = {"max_tokens": new_tokens, "temperature": 0.0, "ignore_eos": True}
 
     async def one(index: int) -> None:
-        results[index] = await engine.generate(prompts[index], max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+        if not stream:
+            results[index] = await engine.generate(prompts[index], **options)
+            return
+        async with engine.stream(prompts[index], **options) as chunks:
+            async for _ in chunks:
+                pass
+            results[index] = chunks.result()
 
     async with anyio.create_task_group() as group:
         for index in range(len(prompts)):
@@ -95,8 +97,10 @@ class Bench:
         self.path = open_source(options.model).path
         torch.set_num_threads(options.threads)
         self.peer = Peer(self.path)
-        self.options = options
-        self.engine = kimicore.Engine(self.path, settings(options))
+        config = kimicore.EngineConfig(
+            dtype="bfloat16", prefix_cache=False, native_kernels=not options.no_native, kv_device_bytes="1GiB"
+        )
+        self.engine = kimicore.Engine(self.path, config)
         self.ids: list[int] = []
 
     async def open(self) -> None:
@@ -112,14 +116,13 @@ class Bench:
         return [self.ids[37 * i : 37 * i + length] for i, length in enumerate(lengths)]
 
     async def beside(
-        self, prompts: Sequence[Sequence[int]], new_tokens: int, engine: kimicore.Engine | None = None
+        self, prompts: Sequence[Sequence[int]], new_tokens: int, *, stream: bool = False
     ) -> dict[str, Any]:
         """Run both in turns and return output tokens per second of each over the whole job, and the ratio."""
-        engine = engine or self.engine
         ours, theirs, first = [], [], []
         for _ in range(self.repeat):
             begun = time.perf_counter()
-            results = await concurrent(engine, prompts, new_tokens)
+            results = await concurrent(self.engine, prompts, new_tokens, stream=stream)
             ours.append(time.perf_counter() - begun)
             first.append(statistics.mean(one.timing.ttft_s for one in results))
             theirs.append(timed(lambda: self.peer.generate(prompts, new_tokens)))
@@ -144,11 +147,9 @@ class Bench:
         """32 concurrent requests of 32 to 512 tokens, 64 new tokens each."""
         return await self.beside(self.prompts(32), 64)
 
-    async def throughput(self) -> dict[str, Any]:
-        """The same 32 requests with ``target_step_s=1``: prompts are read in full chunks, pauses do not matter."""
-        async with kimicore.Engine(self.path, settings(self.options, target_step_s=1.0)) as engine:
-            await concurrent(engine, [self.ids[:64]] * 4, 8)
-            return await self.beside(self.prompts(32), 64, engine)
+    async def streams(self) -> dict[str, Any]:
+        """The same 32 requests read as streams, whose pauses the engine keeps short."""
+        return await self.beside(self.prompts(32), 64, stream=True)
 
     async def prefill(self) -> dict[str, Any]:
         """A prompt of 2,048 tokens and one new token."""
@@ -320,7 +321,7 @@ CASES = {
     "single": Bench.decode,
     "8": Bench.eight,
     "32": Bench.thirty_two,
-    "32-throughput": Bench.throughput,
+    "32-streams": Bench.streams,
     "prefill": Bench.prefill,
     "first-token": Bench.first_token,
     "long-beside-streams": Bench.long_beside_streams,

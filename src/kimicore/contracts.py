@@ -45,7 +45,8 @@ class RowView:
     ``computed_tokens`` of a waiting request is what the prefix cache would give it now. ``generated_tokens``
     counts this choice's output. ``logits_at`` is "all" while the positions of its prompt are being scored (so many
     are done: ``scored_tokens``), "none" where nothing is to be generated, and "last" otherwise. ``shared_blocks``, of
-    a waiting request: per KV class the blocks that it would share with running ones (empty: none).
+    a waiting request: per KV class the blocks that it would share with running ones (empty: none). ``streamed``: its
+    tokens are read as they come, so pauses between them are seen.
     """
 
     request: int
@@ -62,6 +63,7 @@ class RowView:
     logits_at: LogitsAt
     shared_blocks: tuple[int, ...] = ()
     scored_tokens: int = 0
+    streamed: bool = True
 
 
 @frozen

@@ -48,6 +48,7 @@ def make_group(
     limit_tokens: int,
     tokenizer: Tokenizer,
     use_cache: bool,
+    streamed: bool,
 ) -> list[NewRequest]:
     """Return a request per choice, named by ``numbers``; the first leads, and scores the prompt for all."""
     params = job.params
@@ -74,6 +75,7 @@ def make_group(
             judge=TextJudge(tokenizer, params),
             end_ids=end_ids,
             banned_until_min=banned,
+            streamed=streamed,
         )
         for choice, number in enumerate(numbers)
     ]

@@ -134,7 +134,8 @@ class EngineLoop:
             numbers = range(self._next, self._next + params.n)
             self._next += params.n
             handle = Handle(job.request_id or f"request-{numbers[0]}", numbers, waker, wake_each=wake_each)
-            group = make_group(job, ids, seed, numbers, len(ids) + output, self.tokenizer, self._config.prefix_cache)
+            cache = self._config.prefix_cache
+            group = make_group(job, ids, seed, numbers, len(ids) + output, self.tokenizer, cache, wake_each)
             self._inbox.append((handle, group, job.submitted_s))
             self._queued += params.n
             self._wakeup.notify()

@@ -70,12 +70,12 @@ def plan(
     """Return the step that ``view`` calls for; the same arguments give the same plan.
 
     There is one budget of ``max_batch_tokens``. Rows that generate come first with one token each, then chunks of
-    prompts in the policy's order. While rows generate, chunks are as large as keeps the predicted step under
-    ``target_step_s`` (or under 1.8 times what it takes without them), and at least 16 tokens together. Where they
-    cannot all be served whole, half of the chunk tokens go by rank and the other half to prompts with less than half
-    of what the first has left, shortest first, so that a short prompt does not wait for a long one. A request is
-    admitted when its known tokens and a small margin fit without anybody giving way, in the order of rank and never
-    past one that does not fit.
+    prompts in the policy's order. While streamed rows generate (somebody sees their pauses), chunks are as large as
+    keeps the predicted step under ``target_step_s`` (or under 1.8 times what it takes without them), and at least 16
+    tokens together. Where they cannot all be served whole, half of the chunk tokens go by rank and the other half to
+    prompts with less than half of what the first has left, shortest first, so that a short prompt does not wait for a
+    long one. A request is admitted when its known tokens and a small margin fit without anybody giving way, in the
+    order of rank and never past one that does not fit.
 
     A running request gives way to a higher-ranked running one that is out of blocks, and to a waiting one that ranks
     before it and is strictly more urgent; never otherwise. A policy that raises or answers nonsense is replaced for
@@ -291,7 +291,7 @@ class _Draft:
         """Return how many prompt tokens the step takes."""
         budget = self.limits.max_batch_tokens - self.tokens
         busy = [self.running[number] for number in self.counts]
-        if not any(row.generated_tokens for row in busy) or budget <= FLOOR_TOKENS:
+        if not any(row.generated_tokens and row.streamed for row in busy) or budget <= FLOOR_TOKENS:
             return budget
         context = sum([row.known_tokens for row in busy])
         alone_s = self.cost.step_s(self.tokens, len(busy), context)

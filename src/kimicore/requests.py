@@ -24,7 +24,7 @@ class NewRequest:
     same salt. ``use_cache``: False keeps its blocks from everyone but its own group. ``leader``: number of the choice
     that computes the prompt for this one; it waits until that is done, or until the leader has ended. ``end_ids``:
     tokens that end it (the model's end tokens unless ignored, and stop ids). ``banned_until_min``: tokens that cannot
-    be drawn before ``params.min_tokens`` are there.
+    be drawn before ``params.min_tokens`` are there. ``streamed``: somebody reads its tokens as they come.
     """
 
     number: int
@@ -43,6 +43,7 @@ class NewRequest:
     judge: Judge
     end_ids: frozenset[int]
     banned_until_min: tuple[int, ...] = ()
+    streamed: bool = True
 
 
 @frozen(eq=False)
@@ -188,5 +189,6 @@ class Request:
                 self.logits_at,
                 self.shared,
                 self.scored,
+                new.streamed,
             )
         return row
