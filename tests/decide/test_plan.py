@@ -165,7 +165,7 @@ def test_a_bad_padding_policy_is_contained(shape: Shape | None):
 
 
 def test_chunks_keep_to_the_target():
-    """While rows generate, chunks are as large as keeps the step under 1.1 times its target; otherwise, as large as fits."""
+    """While streams generate, chunks keep the step under 1.1 times its target; otherwise, they are as large as fits."""
     limits = StepLimits(8, 512, 1, 0.05, 0.1)
     fcfs = resolve("batching", "fcfs").start(limits)
     waiting = (row(9, "waiting", 4000, 0),)
