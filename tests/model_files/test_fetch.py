@@ -293,7 +293,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 def test_the_hub_needs_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hub id without the hub's library names the extra to install."""
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ModelLoadError, match=r"pip install kimicore\[hub\]"):
+    with pytest.raises(ModelLoadError, match=r"pip install 'kimicore\[hub\]'"):
         open_source("organisation/model")
 
 
