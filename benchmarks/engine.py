@@ -4,7 +4,7 @@
 
 Needs the test extra. Both run in this process and take turns; the same token ids, greedy, end tokens ignored,
 two threads each unless ``--threads`` says otherwise, prefix cache off; medians of the repetitions. ``transformers``
-generates in bfloat16 with left-padded batches and its default attention.
+generates in the engine's dtype with left-padded batches and its default attention.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import anyio.to_thread
 import torch
 
 import kimicore
+from kimicore.assembly import choose_dtype
 from kimicore.model.load import open_source
 
 TEXT = Path(__file__).parent.parent / "tests" / "data" / "alice.txt"
@@ -34,16 +35,16 @@ MIB = 1 << 20
 
 
 class Peer:
-    """``transformers`` in bfloat16 on the same weights."""
+    """``transformers`` on the same weights, in the engine's dtype."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, dtype: torch.dtype) -> None:
         import transformers
 
-        self.name = f"transformers {transformers.__version__} bfloat16"
+        self.name = f"transformers {transformers.__version__} {str(dtype).removeprefix('torch.')}"
         self.model = transformers.AutoModelForCausalLM.from_pretrained(
             path.parent,
             gguf_file=path.name,
-            dtype=torch.bfloat16,
+            dtype=dtype,
             quantization_config=transformers.GgufConfig(dequantize=True),
         ).eval()
 
@@ -96,9 +97,9 @@ class Bench:
         self.repeat = options.repeat
         self.path = open_source(options.model).path
         torch.set_num_threads(options.threads)
-        self.peer = Peer(self.path)
+        self.peer = Peer(self.path, choose_dtype(options.dtype))
         config = kimicore.EngineConfig(
-            dtype="bfloat16", prefix_cache=False, native_kernels=not options.no_native, kv_device_bytes="1GiB"
+            dtype=options.dtype, prefix_cache=False, native_kernels=not options.no_native, kv_device_bytes="1GiB"
         )
         self.engine = kimicore.Engine(self.path, config)
         self.ids: list[int] = []
@@ -304,7 +305,7 @@ def memory_child(path: str) -> None:
     thread = threading.Thread(target=watch)
     thread.start()
     arena = 256 * MIB
-    config = kimicore.EngineConfig(dtype="bfloat16", kv_device_bytes=arena, prefix_cache=False)
+    config = kimicore.EngineConfig(dtype="auto", kv_device_bytes=arena, prefix_cache=False)
     with kimicore.SyncEngine(path, config) as engine:
         weights = engine._face.loop._runner._model.weight_bytes  # type: ignore[attr-defined]
         prompts = [ids[50 * i : 50 * i + 300] for i in range(32)]
@@ -366,6 +367,7 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES)}")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--dtype", default="auto", help="as of EngineConfig, for both: auto is what is best here")
     parser.add_argument("--no-native", action="store_true", help="torch's own operations only")
     parser.add_argument("--memory-child", metavar="PATH", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -135,7 +135,8 @@ class Blocks:
                 self.policy.touched(key, now_s)
             else:
                 self.told[slot] = True
-                self.policy.added(key, self.depth[slot], now_s)
+                parent = self.parent[slot]
+                self.policy.added(key, self.key[parent] if parent else None, self.depth[slot], now_s)
         except Exception as error:
             self.faults.note("added() and touched() never raise", error)
 

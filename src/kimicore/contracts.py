@@ -12,7 +12,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from attrs import frozen
 
-from kimicore.types import BoundStep, LogitsAt, Shape, StepResult
+from kimicore.types import BoundStep, LogitsAt, Shape, StepResult, Tier
 
 __all__ = [
     "Batching",
@@ -22,7 +22,10 @@ __all__ = [
     "EvictionState",
     "Judge",
     "MemoryView",
+    "ModuleView",
     "Padding",
+    "Precision",
+    "PrecisionRules",
     "Ranking",
     "RowView",
     "Runner",
@@ -46,7 +49,7 @@ class RowView:
     counts this choice's output. ``logits_at`` is "all" while the positions of its prompt are being scored (so many
     are done: ``scored_tokens``), "none" where nothing is to be generated, and "last" otherwise. ``shared_blocks``, of
     a waiting request: per KV class the blocks that it would share with running ones (empty: none). ``streamed``: its
-    tokens are read as they come, so pauses between them are seen.
+    tokens are read as they come, so pauses between them are seen. ``tier``: how soon its caller wants its first token.
     """
 
     request: int
@@ -64,6 +67,7 @@ class RowView:
     shared_blocks: tuple[int, ...] = ()
     scored_tokens: int = 0
     streamed: bool = True
+    tier: Tier = "standard"
 
 
 @frozen
@@ -131,11 +135,14 @@ class Ranking:
     ``may_preempt(a, b)`` pairs are not listed: the core preempts the lowest-ranked running request for a
     higher-ranked one only where ``urgency`` differs strictly, so that equals never evict each other in turn.
     A request that ``urgency`` leaves out has 0.0; one that ``chunks`` leaves out takes what the core gives.
+    ``held``: waiting requests that should not be admitted yet, so that more of them can start together. The core
+    holds none back while nothing runs, and none that has waited for ``max_wait_s`` of the limits.
     """
 
     order: tuple[int, ...]
     urgency: Mapping[int, float]
     chunks: Mapping[int, int]
+    held: frozenset[int] = frozenset()
 
 
 @runtime_checkable
@@ -170,8 +177,13 @@ class EvictionState(Protocol):
     root is always more recent than its leaves.
     """
 
-    def added(self, key: BlockKey, depth_blocks: int, now_s: float) -> None:
-        """A sealed block, ``depth_blocks`` blocks from its sequence's start, was let go for the first time."""
+    def added(self, key: BlockKey, parent: BlockKey | None, depth_blocks: int, now_s: float) -> None:
+        """A sealed block, ``depth_blocks`` blocks from its sequence's start, was let go for the first time.
+
+        ``parent`` is the block before it (None: it is the first, or of a class with a window). It may itself be told
+        only after this one, since a sequence is told from its end to its start. All blocks that one request lets go of
+        have the same ``now_s``.
+        """
         ...
 
     def touched(self, key: BlockKey, now_s: float) -> None:
@@ -212,12 +224,63 @@ class Eviction(Protocol):
 
 @runtime_checkable
 class Padding(Protocol):
-    """A padding policy: which shapes a step may run at."""
+    """A padding policy: which shapes a step may run at, and what it claims about them."""
 
     name: str
 
     def shape(self, tokens: int, rows: int, blocks: int) -> Shape:
-        """Return a shape at least as large as the given one in every direction."""
+        """Return a shape at least as large as the given one in every direction; the same for the same three sizes."""
+        ...
+
+    def waste_tokens(self, tokens: int) -> int:
+        """Return the most tokens that padding ever adds to a step of ``tokens`` tokens."""
+        ...
+
+    def shapes(self, tokens: int, rows: int, blocks: int) -> int:
+        """Return the most different shapes that steps of up to so many tokens, rows and blocks can get.
+
+        Each is at least 1, and a step never has more rows than tokens.
+        """
+        ...
+
+
+# ---------------------------------------------------------------- precision
+
+
+@frozen
+class ModuleView:
+    """A module with weights as a precision map sees it.
+
+    ``name``: dotted, such as ``"layers.3.mlp.down_proj"``. ``kind``: "attention", "ffn", "embedding", "norm" or "head".
+    ``shape``: of its weight, (outputs, inputs), or (size,) of a norm.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+
+
+@frozen
+class PrecisionRules:
+    """What a precision policy answers: names of precisions (see :mod:`kimicore.policies.precision`) for modules.
+
+    ``exact``: by module name. ``patterns``: by shell pattern (``*`` also matches dots), the first that matches counts.
+    ``default``: for the rest; None makes a module that nothing matches an error.
+    """
+
+    exact: Mapping[str, str]
+    patterns: tuple[tuple[str, str], ...]
+    default: str | None
+
+
+@runtime_checkable
+class Precision(Protocol):
+    """Settings of a precision policy."""
+
+    name: str
+
+    def rules(self, modules: Sequence[ModuleView]) -> PrecisionRules:
+        """Return the rules for a model of these modules; the same modules give the same rules."""
         ...
 
 

@@ -10,7 +10,7 @@ from attrs import frozen
 from kimicore.contracts import Judge, RowView
 from kimicore.prefix import KeyChain
 from kimicore.sampling_params import SamplingParams
-from kimicore.types import FinishReason, LogitsAt, TokenScores
+from kimicore.types import FinishReason, LogitsAt, Retention, Tier, TokenScores
 
 __all__ = ["Event", "Failed", "Finished", "NewRequest", "Preempted", "Request", "Tokens"]
 
@@ -24,7 +24,8 @@ class NewRequest:
     same salt. ``use_cache``: False keeps its blocks from everyone but its own group. ``leader``: number of the choice
     that computes the prompt for this one; it waits until that is done, or until the leader has ended. ``end_ids``:
     tokens that end it (the model's end tokens unless ignored, and stop ids). ``banned_until_min``: tokens that cannot
-    be drawn before ``params.min_tokens`` are there. ``streamed``: somebody reads its tokens as they come.
+    be drawn before ``params.min_tokens`` are there. ``streamed``: somebody reads its tokens as they come. ``tier``: how
+    soon its caller wants the first. ``retain``: parts of its prompt to keep cached.
     """
 
     number: int
@@ -44,6 +45,8 @@ class NewRequest:
     end_ids: frozenset[int]
     banned_until_min: tuple[int, ...] = ()
     streamed: bool = True
+    tier: Tier = "standard"
+    retain: tuple[Retention, ...] = ()
 
 
 @frozen(eq=False)
@@ -190,5 +193,6 @@ class Request:
                 self.shared,
                 self.scored,
                 new.streamed,
+                new.tier,
             )
         return row

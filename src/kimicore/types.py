@@ -11,9 +11,12 @@ from typing import Any, Literal
 
 from attrs import frozen
 
+from kimicore.checks import float_field, int_field
+from kimicore.errors import InvalidRequest
 from kimicore.sampling_params import SamplingParams
 
 __all__ = [
+    "TIERS",
     "BoundRow",
     "BoundStep",
     "Candidate",
@@ -23,12 +26,14 @@ __all__ = [
     "GenerationResult",
     "KVClass",
     "LogitsAt",
+    "Retention",
     "RowPlan",
     "RowResult",
     "Shape",
     "StepPlan",
     "StepResult",
     "StreamChunk",
+    "Tier",
     "Timing",
     "TokenLogprob",
     "TokenScores",
@@ -37,6 +42,32 @@ __all__ = [
 
 FinishReason = Literal["stop", "length"]
 LogitsAt = Literal["none", "last", "drafts", "all"]
+Tier = Literal["interactive", "standard", "background"]
+TIERS: tuple[Tier, ...] = ("interactive", "standard", "background")
+
+
+# ---------------------------------------------------------------- what a caller asks for
+
+
+@frozen
+class Retention:
+    """A wish to keep the KV blocks of a prompt's tokens ``[start_tokens, end_tokens)`` cached for ``seconds`` more.
+
+    While it holds, these blocks leave the cache after all that nobody asked to keep, and after those kept at a lower
+    ``priority`` (0 to 100). ``end_tokens=None``: to the prompt's end. A block that lies in the range by a part counts.
+    It is a wish: running requests come first. Raises :class:`~kimicore.InvalidRequest`.
+    """
+
+    start_tokens: int = int_field(0, 0, fault=InvalidRequest)
+    end_tokens: int | None = int_field(None, 1, fault=InvalidRequest, optional=True)
+    seconds: float = float_field(300.0, 0.0, 1e9, fault=InvalidRequest, above=True)
+    priority: int = int_field(50, 0, 100, fault=InvalidRequest)
+
+    def __attrs_post_init__(self) -> None:
+        if self.end_tokens is not None and self.end_tokens <= self.start_tokens:
+            raise InvalidRequest(
+                f"end_tokens={self.end_tokens}: must be over start_tokens={self.start_tokens} (the end is not included)"
+            )
 
 
 # ---------------------------------------------------------------- what a caller gets

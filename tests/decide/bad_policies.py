@@ -21,8 +21,8 @@ class BadState(LruState):
         self.how = how
         self.asked = 0
 
-    def added(self, key: BlockKey, depth_blocks: int, now_s: float) -> None:
-        super().added(key, depth_blocks, now_s)
+    def added(self, key: BlockKey, parent: BlockKey | None, depth_blocks: int, now_s: float) -> None:
+        super().added(key, parent, depth_blocks, now_s)
         if self.how == "events":
             raise RuntimeError("added")
 

@@ -118,7 +118,7 @@ def test_lru_asks_for_what_it_names():
     state = resolve("eviction", "lru").start(10, 40, 0)
     keys = [bytes([at]) for at in range(6)]
     for at, key in enumerate(keys):
-        state.added(key, at, float(at))
+        state.added(key, None, at, float(at))
     held = {keys[0], keys[2]}
     asked = SimpleNamespace(evictable=lambda key: key not in held)
     assert state.victims(2, asked.evictable, 9.0) == [keys[1], keys[3]]

@@ -1,4 +1,5 @@
 // Attention over a paged key-value cache: the work of a step cut into tasks, and shared among threads. See parts.h.
+#include <algorithm>
 #include <atomic>
 #include <new>
 #include <vector>
@@ -6,6 +7,7 @@
 
 namespace {
 constexpr size_t PARTS_BYTES = 32u << 20;  // kept at most for parts that are computed side by side
+constexpr int PACKING = 32;                // packing a key takes as long as so many rows take with it
 
 enum Fault { FINE = 0, BAD_ROWS = 1, BAD_CONTEXT = 2, BAD_SLOT = 3, NO_MEMORY = 4 };
 
@@ -58,6 +60,8 @@ template <class T, class P> struct Run {
 
   bool measures(const Task& t) const { return c.importance && t.last == c.starts[t.row + 1]; }
   int rows(const Task& t) const { return (t.last - t.first) * part.group; }
+  // Of its keys, each of which is packed once and weighed by every row.
+  int64_t cost(const Task& t) const { return (int64_t)(rows(t) + PACKING) * (part.end_part(t) - part.lowest(t.at)); }
   size_t index(const Task& t) const { return (size_t)t.row * c.heads + t.head * part.group; }
 
   void note(const Task& t, int base, const float* part_max) {
@@ -164,29 +168,37 @@ template <class T, class P> struct Run {
       measured.top.assign(heads, -INFINITY);
       measured.total.assign(heads, 0.f);
     }
+    // A task that is long beside all the others together is cut into its parts, so that no thread is left with it at the end.
+    int64_t all = 0;
+    for (const Task& t : tasks) all += cost(t);
+    const int64_t much = c.threads > 1 ? all / (4 * (int64_t)c.threads) : all;
+    const Task* rest = &*std::stable_partition(tasks.begin(), tasks.end(), [&](const Task& t) { return cost(t) > much; });
     std::vector<Item> items;
     std::vector<int> bounds{0};
     size_t floats = 0;
-    const bool few = c.threads > 1 && (int64_t)tasks.size() < 4 * (int64_t)c.threads;
-    for (int i = 0; few && i < (int)tasks.size(); i++) {
+    for (int i = 0; &tasks[i] < rest; i++) {
       for (int base = part.first_part(tasks[i]); base < part.end_part(tasks[i]); base += SPLIT) {
         items.push_back({i, base, floats});
         floats += (size_t)rows(tasks[i]) * (part.padded + 2);
       }
       bounds.push_back((int)items.size());
     }
-    if (items.size() > tasks.size() && floats * sizeof(float) <= PARTS_BYTES) {
-      std::vector<float> parts(floats);
-      share((int)items.size(), [&](int i) { one_part(items[i], parts.data()); });
-      share((int)tasks.size(), [&](int i) { join(&items[bounds[i]], bounds[i + 1] - bounds[i], parts.data()); });
-    } else {
-      const int count = (int)tasks.size(), run = std::max(1, std::min(16, count / (8 * std::max(c.threads, 1))));
-      share((count + run - 1) / run, [&](int i) {  // neighbours on one thread, so that it knows what comes next
-        const Task *at = &tasks[i * run], *end = tasks.data() + std::min(count, (i + 1) * run);
-        Ahead ahead{at, end, 0};
-        for (; at < end; at++) whole(*at, ahead);
-      });
+    if (items.size() < bounds.size() || floats * sizeof(float) > PARTS_BYTES) {  // nothing to cut, or too much to keep
+      items.clear();
+      bounds.resize(1);
+      rest = tasks.data();
     }
+    std::vector<float> parts(items.empty() ? 0 : floats);
+    const Task* end = tasks.data() + tasks.size();
+    const int pieces = (int)items.size(), count = (int)(end - rest);
+    const int run = std::max(1, std::min(16, count / (8 * std::max(c.threads, 1))));
+    share(pieces + (count + run - 1) / run, [&](int i) {
+      if (i < pieces) return one_part(items[i], parts.data());
+      const Task *at = rest + (i - pieces) * run, *stop = std::min(end, at + run);  // neighbours on one thread,
+      Ahead ahead{at, stop, 0};                                                     // so that it knows what comes next
+      for (; at < stop; at++) whole(*at, ahead);
+    });
+    share((int)bounds.size() - 1, [&](int i) { join(&items[bounds[i]], bounds[i + 1] - bounds[i], parts.data()); });
     if (failed) return NO_MEMORY;
     if (c.importance) add_importance();
     return FINE;

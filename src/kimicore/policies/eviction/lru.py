@@ -30,15 +30,15 @@ class LruState:
         self._order: OrderedDict[BlockKey, None] = OrderedDict()
         self._aside: OrderedDict[BlockKey, None] = OrderedDict()
 
-    def added(self, key: BlockKey, depth_blocks: int, now_s: float) -> None:
+    def added(self, key: BlockKey, parent: BlockKey | None, depth_blocks: int, now_s: float) -> None:
+        """Note the block as the most recent."""
+        self.touched(key, now_s)
+
+    def touched(self, key: BlockKey, now_s: float) -> None:
         """Note the block as the most recent."""
         self._aside.pop(key, None)
         self._order[key] = None
         self._order.move_to_end(key)
-
-    def touched(self, key: BlockKey, now_s: float) -> None:
-        """Note the block as the most recent."""
-        self.added(key, 0, now_s)
 
     def removed(self, key: BlockKey) -> None:
         """Forget the block."""

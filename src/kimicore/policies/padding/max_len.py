@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from attrs import frozen
 
 from kimicore.errors import ConfigError
@@ -27,6 +29,14 @@ class MaxLen:
     def shape(self, tokens: int, rows: int, blocks: int) -> Shape:
         """Return the next powers of two."""
         return Shape(self._up(tokens), self._up(rows), self._up(blocks))
+
+    def waste_tokens(self, tokens: int) -> int:
+        """Return what is missing to the next power of two."""
+        return self._up(tokens) - tokens
+
+    def shapes(self, tokens: int, rows: int, blocks: int) -> int:
+        """Return the product of the powers up to each size."""
+        return math.prod((self._up(size) // self.smallest).bit_length() for size in (tokens, rows, blocks))
 
     def _up(self, size: int) -> int:
         return self.smallest << max(0, -(-size // self.smallest) - 1).bit_length()

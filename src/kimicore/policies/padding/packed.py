@@ -18,3 +18,12 @@ class Packed:
     def shape(self, tokens: int, rows: int, blocks: int) -> Shape:
         """Return the given size."""
         return Shape(tokens, rows, blocks)
+
+    def waste_tokens(self, tokens: int) -> int:
+        """Return 0."""
+        return 0
+
+    def shapes(self, tokens: int, rows: int, blocks: int) -> int:
+        """Return how many sizes there are."""
+        few = min(tokens, rows)
+        return blocks * (few * (few + 1) // 2 + (tokens - few) * few)
