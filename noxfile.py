@@ -103,6 +103,23 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session
+def plugins(session: nox.Session) -> None:
+    """Install the example plugin for real, run its tests and the kit, and see that choosing it changes the engine."""
+    example = ROOT / "examples" / "kimicore-example-policies"
+    session.install(".[testing]")
+    session.install(f"{example}[test]")
+    listed = str(session.run("kimicore", "policies", silent=True))
+    missing = [name for name in ("tenant-turns", "deepest-first") if name not in listed]
+    if missing:
+        session.error(f"installed and not listed: {', '.join(missing)}\n{listed}")
+    with session.chdir(session.create_tmp()):  # where no source tree is in sight
+        session.run("pytest", "-q", "-p", "no:cacheprovider", "--rootdir=.", str(example / "tests"), *session.posargs)
+        session.run("kimicore", "check-policy", "batching", "tenant-turns", "--set", "in_a_row=2")
+        session.run("kimicore", "check-policy", "deepest-first")
+        session.run("python", str(example / "demo.py"))
+
+
+@nox.session
 def package(session: nox.Session) -> None:
     """Build the wheel, install it in a clean environment without the source tree, and let it answer a prompt."""
     folder = Path(session.create_tmp()).resolve()

@@ -19,7 +19,10 @@ SOURCE = ROOT / "src"
 PLACES = {
     "kimicore": (5, "shell"),
     **dict.fromkeys(
-        [f"kimicore.{name}" for name in ("checks", "clock", "config", "errors", "memory", "sampling_params", "types")],
+        [
+            f"kimicore.{name}"
+            for name in ("checks", "records", "clock", "config", "errors", "guard", "memory", "sampling_params", "types")
+        ],
         (0, "records"),
     ),
     **dict.fromkeys(["kimicore.contracts", "kimicore.plugins", "kimicore.policies"], (1, "policies")),
@@ -27,8 +30,8 @@ PLACES = {
         [
             f"kimicore.{name}"
             for name in (
-                "admission", "blocks", "book", "cost", "ledger", "plan", "prefix", "requests", "room", "roster",
-                "slabs", "steps",
+                "admission", "asking", "blocks", "book", "cost", "leap", "ledger", "plan", "prefix", "requests", "room",
+                "roster", "slabs", "steps",
             )
         ],
         (2, "decide"),

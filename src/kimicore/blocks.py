@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 
 from kimicore.contracts import BlockKey, EvictionState
-from kimicore.plugins import PolicyFaults
+from kimicore.guard import PolicyFaults
 from kimicore.prefix import PrefixIndex
 from kimicore.slabs import Slabs
 
@@ -28,6 +29,7 @@ class Blocks:
         "faults",
         "idle",
         "index",
+        "kept",
         "key",
         "parent",
         "pins",
@@ -53,6 +55,7 @@ class Blocks:
         self.told = [False] * slots  # the policy knows the block
         self.index = PrefixIndex()
         self.twins: dict[BlockKey, list[int]] = {}  # held blocks whose content another slot was first to index
+        self.kept: dict[BlockKey, tuple[float, int]] = {}  # until when, at which priority somebody wants it cached
         self.idle: OrderedDict[int, None] = OrderedDict()  # indexed, nobody holds it; longest unused first
 
     def enter(self, slot: int, key: BlockKey, parent: int, depth: int) -> int:
@@ -121,42 +124,90 @@ class Blocks:
             siblings.discard(slot)
             self.parent[slot] = 0
         self.children[slot] = None
+        self.kept.pop(key, None)
         if self.told[slot]:
             self.told[slot] = False
-            try:
-                self.policy.removed(key)
-            except Exception as error:
-                self.faults.note("removed() never raises", error)
+            self._call("removed()", self.policy.removed, key)
+
+    def _call(self, what: str, method: Callable[..., object], *arguments: object) -> None:
+        """Tell the policy something, unless it is set aside; what it raises is noted."""
+        faults = self.faults
+        if faults.set_aside:
+            return
+        faults.begin(what)
+        try:
+            method(*arguments)
+        except Exception as error:
+            faults.note(f"{what} never raises", error)
+        faults.end()
 
     def tell(self, slot: int, key: BlockKey, now_s: float) -> None:
         """Tell the policy that a request has used an indexed block and lets go of it."""
-        try:
-            if self.told[slot]:
-                self.policy.touched(key, now_s)
-            else:
-                self.told[slot] = True
-                parent = self.parent[slot]
-                self.policy.added(key, self.key[parent] if parent else None, self.depth[slot], now_s)
-        except Exception as error:
-            self.faults.note("added() and touched() never raise", error)
+        if self.told[slot]:
+            self._call("touched()", self.policy.touched, key, now_s)
+            return
+        self.told[slot] = True
+        parent = self.parent[slot]
+        above = self.key[parent] if parent else None
+        self._call("added()", self.policy.added, key, above, self.depth[slot], now_s)
+
+    def tell_importance(self, slots: Sequence[int], values: Sequence[float]) -> None:
+        """Tell the policy how much attention blocks got that it knows."""
+        pairs = [(self.key[slot], value) for slot, value in zip(slots, values, strict=True) if self.told[slot]]
+        keys, shares = [key for key, _ in pairs], [value for _, value in pairs]
+        self._call("importance()", self.policy.importance, keys, shares)
+
+    # ------------------------------------------------------------ who goes
+
+    def keep(self, slot: int, until_s: float, priority: int) -> None:
+        """Have an indexed block go after those that nobody asked to keep; of two wishes the more important counts."""
+        key = self.key[slot]
+        if key is None or self.index.slots.get(key) != slot:
+            return
+        before = self.kept.get(key)
+        if before is None or (priority, until_s) > (before[1], before[0]):
+            self.kept[key] = (until_s, priority)
 
     def victims(self, count: int, now_s: float) -> list[BlockKey]:
-        """Return what the policy names; nothing where it raises or was set aside."""
-        if self.faults.set_aside:
-            return []
-        try:
-            named = list(self.policy.victims(count, self._asker(), now_s))
-        except Exception as error:
-            self.faults.note("victims() never raises", error)
-            return []
-        if len(named) < count:
-            self.faults.note(f"victims() names as many as were asked for, as long as there are ({count})")
-        return named[:count]
+        """Return what the policy names; nothing where it raises or was set aside.
 
-    def _asker(self) -> Callable[[BlockKey], bool]:
-        """Return ``evictable``: see :meth:`kimicore.contracts.EvictionState.victims`."""
+        Blocks that somebody asked to keep are open to it only where the others are too few, least important first.
+        """
         taken: set[int] = set()
+        if not self.kept:
+            return self._named(count, now_s, None, taken)
+        for key in [key for key, (until_s, _) in self.kept.items() if until_s <= now_s]:
+            del self.kept[key]
+        named: list[BlockKey] = []
+        for priority in (*sorted({one for _, one in self.kept.values()}), None):
+            named += self._named(count - len(named), now_s, priority, taken)
+            if len(named) >= count:
+                break
+        return named
+
+    def _named(self, count: int, now_s: float, below: int | None, taken: set[int]) -> list[BlockKey]:
+        """Ask the policy; ``taken`` blocks and those kept at priority ``below`` or more (None: none) are not to go."""
+        faults = self.faults
+        if faults.set_aside:
+            return []
+        faults.begin("victims()")
+        try:
+            named = list(islice(self.policy.victims(count, self._asker(below, taken), now_s), count))
+        except Exception as error:
+            faults.end()
+            faults.note("victims() never raises", error)
+            return []
+        if not faults.end():
+            return []
+        if len(named) < count and below is None:
+            faults.note(f"victims() names as many as were asked for, as long as there are ({count})")
+        return named
+
+    def _asker(self, below: int | None, taken: set[int]) -> Callable[[BlockKey], bool]:
+        """Return ``evictable``: see :meth:`kimicore.contracts.EvictionState.victims`; it notes what it says yes to."""
         slots, idle, children = self.index.slots, self.idle, self.children
+        kept = self.kept if below is not None else {}
+        least = -1 if below is None else below
 
         def evictable(key: BlockKey) -> bool:
             slot = slots.get(key, 0)
@@ -164,6 +215,8 @@ class Blocks:
                 return False
             below = children[slot]
             if below and not below <= taken:
+                return False
+            if key in kept and kept[key][1] >= least:
                 return False
             taken.add(slot)
             return True
@@ -177,9 +230,14 @@ class Blocks:
 
     def longest_unused(self) -> int:
         """Return the cached block that goes first where there is no policy to ask."""
+        kept = 0
         for slot in self.idle:
             if not self.children[slot]:  # true of the first, since a block is let go after those that follow it
-                return slot
+                if self.key[slot] not in self.kept:
+                    return slot
+                kept = kept or slot
+        if kept:
+            return kept
         raise AssertionError("cached blocks are there, and each is followed by another one")
 
     def check(self, kind: int, slabs: Slabs, held: Mapping[int, int] | None) -> None:
@@ -218,6 +276,7 @@ class Blocks:
         assert taken == slabs.used_slots[kind]
         assert busy == slabs.busy_slots[kind]
         assert all(self.key[slot] == key and self.state[slot] == SEALED for key, slot in slots.items())
+        assert all(key in slots for key in self.kept), "only what is cached or held is kept"
         for key, twins in self.twins.items():
             assert twins
             assert all(self.key[twin] == key and self.refs[twin] for twin in twins)

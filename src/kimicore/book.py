@@ -15,8 +15,10 @@ from kimicore.admission import Capacity, HeldBlocks, limits_of
 from kimicore.config import EngineConfig
 from kimicore.contracts import MemoryView, RowView, StepLimits, StepView
 from kimicore.errors import ConfigError, InvalidRequest, Overloaded, PromptTooLong, RequestTimeout
+from kimicore.guard import PolicyFaults
+from kimicore.leap import DecodeSteps, Ends, Leap
 from kimicore.ledger import Ledger
-from kimicore.plugins import resolve
+from kimicore.plugins import faults_of, resolve
 from kimicore.prefix import BlockKeys, KeyContext, joined
 from kimicore.requests import Event, Failed, NewRequest, Request
 from kimicore.roster import Roster
@@ -79,8 +81,9 @@ class Book:
 
         ``slab_bytes``, ``slabs``: the arena, slab 0 included. ``secret``: keys the block names (None draws one).
         """
-        eviction = resolve("eviction", config.eviction)
-        ledger = Ledger(classes, slab_bytes, slabs, config.block_tokens, eviction)
+        eviction = resolve("eviction", config.eviction, config.policy.get("eviction"))
+        faults = faults_of("eviction", config.eviction, config)
+        ledger = Ledger(classes, slab_bytes, slabs, config.block_tokens, eviction, faults=faults)
         return cls(
             ledger,
             BlockKeys(config.block_tokens, secret),
@@ -96,6 +99,16 @@ class Book:
     def idle(self) -> bool:
         """Whether no request lives."""
         return not self._roster.requests
+
+    @property
+    def running_requests(self) -> int:
+        """How many requests run."""
+        return len(self._roster.running)
+
+    @property
+    def waiting_requests(self) -> int:
+        """How many requests wait for blocks and a place, or for their leader."""
+        return len(self._roster.requests) - len(self._roster.running)
 
     @property
     def retry_after_s(self) -> float:
@@ -268,10 +281,25 @@ class Book:
         self._steps.commit(step, result, now_s)
         return self.take_events()
 
+    def leap(self, now_s: float, until_s: float, steps: DecodeSteps, ends: Ends) -> tuple[float, list[Event]]:
+        """Do many steps at once in which every running request generates a token, for a simulation; return when the
+        last one ends, and what there is to tell. Nothing happens where the next step is not such a one.
+
+        That nobody who waits can get in is the caller's to know. ``until_s``: no step begins then or later. ``ends``:
+        whether requests may finish in any of these steps, the last one, or none. See :class:`~kimicore.leap.Leap`.
+        """
+        leap = Leap(self._roster, steps)
+        if leap.possible():
+            now_s = self._now_s = leap.run(now_s, until_s, ends)
+            self.ledger.now_s = now_s
+            self._steps.count_shapes(leap.shapes)
+        return now_s, self.take_events()
+
     # ------------------------------------------------------------ looking
 
-    def stats(self, step_s: float = 0.0, policy_faults: int = 0) -> EngineStats:
+    def stats(self, step_s: float = 0.0, faults: Sequence[PolicyFaults] = ()) -> EngineStats:
         """Return counters and gauges; ``step_s`` and the faults of other policies than eviction are the caller's."""
+        faults = (*faults, self.ledger.faults)
         roster, counts, blocks = self._roster, self._roster.counts, self.ledger.counts()
         return EngineStats(
             requests_running=len(roster.running),
@@ -295,7 +323,9 @@ class Book:
             kv_bytes_total=self.ledger.bytes_total,
             evicted_blocks=self.ledger.evicted_blocks,
             step_s=step_s,
-            policy_faults=policy_faults + self.ledger.faults.count,
+            policy_faults=sum([one.count for one in faults]),
+            policies_set_aside=tuple([f"{one.kind}:{one.name}" for one in faults if one.set_aside]),
+            padded_shapes=self._steps.shapes,
         )
 
     def check_integrity(self) -> None:

@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
-from attrs import frozen
+import os
+import tomllib
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any, Self
+
+from attrs import field, fields, frozen
 
 from kimicore.checks import boolean_field, byte_size_field, choice_field, float_field, int_field, name_field
 from kimicore.errors import ConfigError
 
 __all__ = ["EngineConfig"]
+
+_POLICY_KINDS = ("batching", "eviction", "padding")
+
+
+def _policy_settings(value: Any) -> Mapping[str, Mapping[str, Any]]:
+    """Return a copy of ``value``, a mapping from a kind of policy to its settings, or refuse it by name."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"policy={value!r}: must map a kind of policy to its settings, such as {{'eviction': {{...}}}}"
+        )
+    result: dict[str, Mapping[str, Any]] = {}
+    for kind, settings in value.items():
+        if kind not in _POLICY_KINDS:
+            raise ConfigError(f"policy.{kind}: there is no such kind of policy; kinds are {', '.join(_POLICY_KINDS)}")
+        if not isinstance(settings, Mapping) or not all(isinstance(key, str) for key in settings):
+            raise ConfigError(f"policy.{kind}={settings!r}: must map names of settings to values")
+        result[kind] = dict(settings)
+    return result
 
 
 @frozen(slots=True)
@@ -33,8 +57,11 @@ class EngineConfig:
     a quarter of the available memory allows). ``block_tokens``: tokens per KV block, 16, 32 or 64.
     ``prefix_cache``: keep computed prefixes for later requests of the same tenant.
 
-    ``batching``, ``eviction``, ``padding``: policies by name. ``native_kernels``: False keeps to torch's
-    own operations. ``shutdown_s``: how long closing waits for the running step.
+    ``batching``, ``eviction``, ``padding``: policies by name; ``policy`` holds their own settings, such as
+    ``{"eviction": {"half_life_s": 300}}``. A policy that raises or breaks a promise, or an installed one whose call
+    takes longer than ``policy_limit_s``, is replaced by the default for that step, and for good after
+    ``policy_fault_limit`` faults. ``native_kernels``: False keeps to torch's own operations. ``shutdown_s``: how long
+    closing waits for the running step.
 
     Raises :class:`~kimicore.ConfigError`.
     """
@@ -55,6 +82,9 @@ class EngineConfig:
     batching: str = name_field("fcfs", fault=ConfigError)
     eviction: str = name_field("lru", fault=ConfigError)
     padding: str = name_field("packed", fault=ConfigError)
+    policy: Mapping[str, Mapping[str, Any]] = field(default={}, kw_only=True, converter=_policy_settings, hash=False)
+    policy_limit_s: float = float_field(0.1, 0.0, 3600.0, fault=ConfigError, above=True)
+    policy_fault_limit: int = int_field(16, 1, 1 << 30, fault=ConfigError)
     native_kernels: bool = boolean_field(True, fault=ConfigError)
     shutdown_s: float = float_field(10.0, 0.0, 3600.0, fault=ConfigError)
 
@@ -68,3 +98,29 @@ class EngineConfig:
             )
         if self.min_batch_size > self.max_batch_size:
             raise ConfigError(f"min_batch_size={self.min_batch_size} is over max_batch_size={self.max_batch_size}")
+
+    @classmethod
+    def from_toml(cls, path: str | os.PathLike[str]) -> Self:
+        """Return the settings of a TOML file, whose top-level keys are the fields' names.
+
+        A policy's own settings stand in tables such as ``[policy.eviction]``. Raises :class:`~kimicore.ConfigError`,
+        which names the file, for one that cannot be read, for keys that are no settings, and for wrong values.
+        """
+        where = os.fspath(path)
+        try:
+            with open(path, "rb") as file:
+                data = tomllib.load(file)
+        except OSError as error:
+            raise ConfigError(f"{where}: cannot be read: {error.strerror or error}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{where}: is not TOML: {error}") from error
+        names = [one.name for one in fields(cls)]
+        for key in data:
+            if key not in names:
+                near = get_close_matches(key, names, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; settings are {', '.join(names)}"
+                raise ConfigError(f"{where}: {key!r} is no setting{hint}")
+        try:
+            return cls(**data)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error

@@ -12,6 +12,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from attrs import frozen
 
+from kimicore.records import swift
 from kimicore.types import BoundStep, LogitsAt, Shape, StepResult, Tier
 
 __all__ = [
@@ -41,7 +42,8 @@ BlockKey = bytes
 # ---------------------------------------------------------------- batching
 
 
-@frozen
+@swift
+@frozen(weakref_slot=False)
 class RowView:
     """A request as a batching policy sees it. Counts are tokens; times are seconds of the engine's clock.
 
@@ -158,7 +160,10 @@ class BatchingState(Protocol):
 class Batching(Protocol):
     """Settings of a batching policy."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """The name under which it is reported."""
+        ...
 
     def start(self, limits: StepLimits) -> BatchingState:
         """Return fresh state."""
@@ -212,7 +217,10 @@ class EvictionState(Protocol):
 class Eviction(Protocol):
     """Settings of an eviction policy."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """The name under which it is reported."""
+        ...
 
     def start(self, capacity_blocks: int, ghost_blocks: int, seed: int) -> EvictionState:
         """Return fresh state for a cache of ``capacity_blocks`` that may remember ``ghost_blocks`` that left."""
@@ -226,7 +234,10 @@ class Eviction(Protocol):
 class Padding(Protocol):
     """A padding policy: which shapes a step may run at, and what it claims about them."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """The name under which it is reported."""
+        ...
 
     def shape(self, tokens: int, rows: int, blocks: int) -> Shape:
         """Return a shape at least as large as the given one in every direction; the same for the same three sizes."""
@@ -277,7 +288,10 @@ class PrecisionRules:
 class Precision(Protocol):
     """Settings of a precision policy."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """The name under which it is reported."""
+        ...
 
     def rules(self, modules: Sequence[ModuleView]) -> PrecisionRules:
         """Return the rules for a model of these modules; the same modules give the same rules."""

@@ -13,9 +13,9 @@ from anyio import to_thread
 from kimicore.config import EngineConfig
 from kimicore.errors import InvalidRequest
 from kimicore.face import Face
-from kimicore.handle import Handle, Job
+from kimicore.handle import Asked, Handle, Job
 from kimicore.sampling_params import SamplingParams
-from kimicore.types import EngineStats, GenerationResult, StreamChunk
+from kimicore.types import EngineStats, GenerationResult, Retention, StreamChunk, Tier
 from kimicore.wake import AsyncWaker
 
 __all__ = ["Engine", "Stream"]
@@ -88,6 +88,8 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
+        tier: Tier = "standard",
+        retain: Sequence[Retention] = (),
         timeout_s: float | None = None,
         tenant: str = "",
         request_id: str | None = None,
@@ -97,7 +99,9 @@ class Engine:
         """Generate a continuation of ``prompt`` (text, or token ids) and return it whole.
 
         ``params`` holds the sampling fields; keyword arguments build or change them. ``priority``: higher goes
-        first under ``batching="priority"``. ``timeout_s``: the request ends with
+        first under ``batching="priority"``. ``tier``: "interactive", "standard" or "background", which
+        ``batching="tiered"`` goes by. ``retain``: parts of the prompt whose KV should stay cached for a time (see
+        :class:`~kimicore.Retention`). ``timeout_s``: the request ends with
         :class:`~kimicore.RequestTimeout` after that many seconds, wherever it is. ``tenant``: prefixes are
         cached per tenant; no other tenant's request can hit them. ``parse_special``: special tokens written out in a
         text prompt are parsed; otherwise they stay text.
@@ -108,7 +112,8 @@ class Engine:
         :class:`~kimicore.EngineClosed`, :class:`~kimicore.EngineFailed`.
         """
         await self.open()
-        job = self._face.job(params, sampling, priority, timeout_s, tenant, request_id)
+        asked = Asked(priority, tier, retain, timeout_s, tenant, request_id)
+        job = self._face.job(params, sampling, asked)
         return await self._finish(job, await self._ids(prompt, job, parse_special))
 
     async def chat(
@@ -119,6 +124,8 @@ class Engine:
         template: str | None = None,
         template_variables: Mapping[str, Any] | None = None,
         priority: int = 0,
+        tier: Tier = "standard",
+        retain: Sequence[Retention] = (),
         timeout_s: float | None = None,
         tenant: str = "",
         request_id: str | None = None,
@@ -130,7 +137,8 @@ class Engine:
         Otherwise as :meth:`generate`.
         """
         await self.open()
-        job = self._face.job(params, sampling, priority, timeout_s, tenant, request_id)
+        asked = Asked(priority, tier, retain, timeout_s, tenant, request_id)
+        job = self._face.job(params, sampling, asked)
         ids = await to_thread.run_sync(
             self._face.chat_ids, messages, template, dict(template_variables or {}), abandon_on_cancel=True
         )
@@ -142,6 +150,8 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
+        tier: Tier = "standard",
+        retain: Sequence[Retention] = (),
         timeout_s: float | None = None,
         tenant: str = "",
         request_id: str | None = None,
@@ -149,7 +159,8 @@ class Engine:
         **sampling: Any,
     ) -> Stream:
         """Return a :class:`Stream` of what :meth:`generate` would return; the arguments are the same."""
-        job_of = lambda: self._face.job(params, sampling, priority, timeout_s, tenant, request_id)  # noqa: E731
+        asked = Asked(priority, tier, retain, timeout_s, tenant, request_id)
+        job_of = lambda: self._face.job(params, sampling, asked)  # noqa: E731
         return Stream(self, job_of, lambda job: self._ids(prompt, job, parse_special))
 
     def stream_chat(
@@ -160,13 +171,16 @@ class Engine:
         template: str | None = None,
         template_variables: Mapping[str, Any] | None = None,
         priority: int = 0,
+        tier: Tier = "standard",
+        retain: Sequence[Retention] = (),
         timeout_s: float | None = None,
         tenant: str = "",
         request_id: str | None = None,
         **sampling: Any,
     ) -> Stream:
         """Return a :class:`Stream` of what :meth:`chat` would return; the arguments are the same."""
-        job_of = lambda: self._face.job(params, sampling, priority, timeout_s, tenant, request_id)  # noqa: E731
+        asked = Asked(priority, tier, retain, timeout_s, tenant, request_id)
+        job_of = lambda: self._face.job(params, sampling, asked)  # noqa: E731
 
         async def ids_of(job: Job) -> Sequence[int]:
             variables = dict(template_variables or {})

@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING, Any
 from kimicore.checks import integer, number
 from kimicore.config import EngineConfig
 from kimicore.errors import ConfigError, EngineClosed, ForkedProcess, InvalidRequest, ModelLoadError, PromptTooLong
-from kimicore.handle import Handle, Job, Piece
+from kimicore.handle import Asked, Handle, Job, Piece
 from kimicore.intake import check_params
 from kimicore.sampling_params import SamplingParams
 from kimicore.types import (
+    TIERS,
     Candidate,
     Choice,
     EngineStats,
     GenerationResult,
+    Retention,
     StreamChunk,
     TokenLogprob,
     TokenScores,
@@ -139,26 +141,30 @@ class Face:
         self,
         params: SamplingParams | None,
         sampling: Mapping[str, Any],
-        priority: int,
-        timeout_s: float | None,
-        tenant: str,
-        request_id: str | None,
+        asked: Asked,
     ) -> Job:
         """Check everything but the prompt; raises :class:`InvalidRequest`."""
         loop = self.loop
         chosen = SamplingParams.of(params, sampling)
         check_params(chosen, loop.tokenizer)
+        timeout_s, tenant = asked.timeout_s, asked.tenant
         if timeout_s is not None:
             timeout_s = number("timeout_s", timeout_s, 0.0, 1e9, InvalidRequest)
-        for name, value in (("tenant", tenant), ("request_id", request_id or "")):
+        for name, value in (("tenant", tenant), ("request_id", asked.request_id or "")):
             if not isinstance(value, str) or len(value) > MAX_NAME:
                 raise InvalidRequest(f"{name}={value!r}: must be a string of at most {MAX_NAME} characters")
         try:
             tenant.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"tenant={tenant!r}: must be text that UTF-8 can hold") from error
-        priority = integer("priority", priority, -(1 << 31), 1 << 31, InvalidRequest)
-        return Job(chosen, priority, timeout_s, tenant, request_id or None, loop.clock())
+        priority = integer("priority", asked.priority, -(1 << 31), 1 << 31, InvalidRequest)
+        if asked.tier not in TIERS:
+            raise InvalidRequest(f"tier={asked.tier!r}: must be one of {', '.join(TIERS)}")
+        retain = (asked.retain,) if isinstance(asked.retain, Retention) else asked.retain
+        if not isinstance(retain, Sequence) or not all(isinstance(one, Retention) for one in retain):
+            raise InvalidRequest(f"retain={retain!r}: must be a list of kimicore.Retention")
+        checked = Asked(priority, asked.tier, tuple(retain), timeout_s, tenant, asked.request_id or None)
+        return Job(chosen, checked, loop.clock())
 
     def encode(self, text: str, parse_special: bool) -> Sequence[int]:
         """Return the token ids of ``text``; refuses what cannot fit before tokenizing it as a whole."""

@@ -12,10 +12,22 @@ from collections.abc import Sequence
 from attrs import define, field, frozen
 
 from kimicore.sampling_params import SamplingParams
-from kimicore.types import FinishReason, Timing, TokenScores, Usage
+from kimicore.types import FinishReason, Retention, Tier, Timing, TokenScores, Usage
 from kimicore.wake import Waker
 
-__all__ = ["Handle", "Job", "Piece"]
+__all__ = ["Asked", "Handle", "Job", "Piece"]
+
+
+@frozen
+class Asked:
+    """What a caller says about a request beside its prompt and its sampling."""
+
+    priority: int
+    tier: Tier
+    retain: Sequence[Retention]
+    timeout_s: float | None
+    tenant: str
+    request_id: str | None
 
 
 @frozen
@@ -23,10 +35,7 @@ class Job:
     """A checked request, before its prompt is known in tokens."""
 
     params: SamplingParams
-    priority: int
-    timeout_s: float | None
-    tenant: str
-    request_id: str | None
+    asked: Asked
     submitted_s: float
 
 

@@ -51,7 +51,7 @@ def make_group(
     streamed: bool,
 ) -> list[NewRequest]:
     """Return a request per choice, named by ``numbers``; the first leads, and scores the prompt for all."""
-    params = job.params
+    params, asked = job.params, job.asked
     eos_ids = [one for one in tokenizer.eos_ids if one < tokenizer.vocab_size]
     end_ids = frozenset((*(() if params.ignore_eos else eos_ids), *params.stop_token_ids))
     _, spelled = resolve_stops(tokenizer, params)  # stop strings that are a special token
@@ -65,17 +65,19 @@ def make_group(
             params=quiet if choice else params,
             seed=seed,
             choice=choice,
-            tenant=job.tenant,
-            priority=job.priority,
+            tenant=asked.tenant,
+            priority=asked.priority,
             arrived_s=job.submitted_s,
-            deadline_s=None if job.timeout_s is None else job.submitted_s + job.timeout_s,
-            salt=job.tenant.encode(),
+            deadline_s=None if asked.timeout_s is None else job.submitted_s + asked.timeout_s,
+            salt=asked.tenant.encode(),
             use_cache=use_cache,
             leader=numbers[0] if choice else None,
             judge=TextJudge(tokenizer, params),
             end_ids=end_ids,
             banned_until_min=banned,
             streamed=streamed,
+            tier=asked.tier,
+            retain=tuple(asked.retain),
         )
         for choice, number in enumerate(numbers)
     ]

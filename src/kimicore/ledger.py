@@ -8,7 +8,8 @@ from attrs import define, frozen
 
 from kimicore.blocks import FILLING, FREE, SEALED, Blocks
 from kimicore.contracts import BlockKey, Eviction
-from kimicore.plugins import PolicyFaults
+from kimicore.guard import PolicyFaults
+from kimicore.plugins import started
 from kimicore.prefix import KeyChain, first_seen, longest_hit
 from kimicore.slabs import Slabs
 from kimicore.types import KVClass
@@ -69,7 +70,7 @@ class Ledger:
         self._blocks: list[Blocks] = []
         for window, per in zip(self.windows, self.slabs.per_slab, strict=True):
             capacity = (slabs - 1) * per
-            policy = eviction.start(capacity, ghosts * capacity, seed)
+            policy = started("eviction", eviction, capacity, ghosts * capacity, seed)
             self._blocks.append(Blocks(slabs * per, window is None, policy, self.faults))
         self._indexes = tuple(blocks.index for blocks in self._blocks)
 
@@ -210,6 +211,12 @@ class Ledger:
                 own.leave_twins(slot)
             self._rest(kind, slot, drop=drop)
 
+    def keep(self, kind: int, slots: Sequence[int], until_s: float, priority: int) -> None:
+        """Keep these blocks cached until ``until_s`` while others can go instead: see :class:`kimicore.Retention`."""
+        own = self._blocks[kind]
+        for slot in slots:
+            own.keep(slot, until_s, priority)
+
     def _rest(self, kind: int, slot: int, *, drop: bool) -> None:
         """Put a block that nobody holds any more where it belongs: to the cached ones, or to the free ones."""
         own = self._blocks[kind]
@@ -318,12 +325,7 @@ class Ledger:
 
     def importance(self, kind: int, slots: Sequence[int], values: Sequence[float]) -> None:
         """Tell the policy how much attention held blocks got (1.0 is uniform); unnamed blocks are left out."""
-        own = self._blocks[kind]
-        pairs = [(own.key[slot], value) for slot, value in zip(slots, values, strict=True) if own.told[slot]]
-        try:
-            own.policy.importance([key for key, _ in pairs if key is not None], [value for _, value in pairs])
-        except Exception as error:
-            self.faults.note("importance() never raises", error)
+        self._blocks[kind].tell_importance(slots, values)
 
     # ------------------------------------------------------------ looking
 

@@ -18,6 +18,7 @@ from kimicore.config import EngineConfig
 from kimicore.contracts import Runner
 from kimicore.cost import StepTimeModel, step_load
 from kimicore.errors import EngineClosed, EngineFailed, InvalidRequest, KimiCoreError, Overloaded
+from kimicore.guard import Watchdog
 from kimicore.handle import Handle, Job
 from kimicore.intake import context_limit, make_group
 from kimicore.plan import Planner
@@ -95,6 +96,7 @@ class EngineLoop:
         self._failure: BaseException | None = None
         self._farewells: list[Waker] = []
         self._thread: threading.Thread | None = None
+        self._watchdog = Watchdog((*planner.faults, book.ledger.faults))
         self.stats: EngineStats = book.stats()
 
     # ------------------------------------------------------------ called from any thread
@@ -110,6 +112,8 @@ class EngineLoop:
         # itself when the main thread has.
         self._thread = _EngineThread(target=self._work, name="kimicore-engine", daemon=False)
         self._thread.start()
+        if self._watchdog.needed:
+            self._watchdog.start()
 
     def submit(self, job: Job, ids: Sequence[int], seed: int, waker: Waker, *, wake_each: bool) -> Handle:
         """Queue a checked request and return its handle; raises Overloaded, EngineClosed or EngineFailed."""
@@ -133,7 +137,7 @@ class EngineLoop:
                 )
             numbers = range(self._next, self._next + params.n)
             self._next += params.n
-            handle = Handle(job.request_id or f"request-{numbers[0]}", numbers, waker, wake_each=wake_each)
+            handle = Handle(job.asked.request_id or f"request-{numbers[0]}", numbers, waker, wake_each=wake_each)
             cache = self._config.prefix_cache
             group = make_group(job, ids, seed, numbers, len(ids) + output, self.tokenizer, cache, wake_each)
             self._inbox.append((handle, group, job.submitted_s))
@@ -343,6 +347,7 @@ class EngineLoop:
         for handle in {id(one.handle): one.handle for one in self._live.values()}.values():
             handle.fail(EngineClosed(closed))
         self._live.clear()
+        self._watchdog.stop()
         self._runner.close()
         if restore is not None and self._set_threads is not None:
             self._set_threads(restore)

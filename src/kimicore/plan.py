@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kimicore.admission import limits_of
+from kimicore.asking import padded, ranked
 from kimicore.config import EngineConfig
 from kimicore.contracts import (
     Batching,
@@ -16,8 +17,8 @@ from kimicore.contracts import (
     StepLimits,
     StepView,
 )
-from kimicore.plugins import PolicyFaults, resolve
-from kimicore.policies.batching.fcfs import in_order
+from kimicore.guard import PolicyFaults
+from kimicore.plugins import faults_of, resolve, started
 from kimicore.room import Room
 from kimicore.types import LogitsAt, RowPlan, Shape, StepPlan
 
@@ -36,22 +37,36 @@ class Planner:
     ``batching``, ``padding``: policies' settings (see :func:`kimicore.plugins.resolve`). ``limits``: the budgets.
     """
 
-    def __init__(self, batching: Batching, padding: Padding, limits: StepLimits) -> None:
+    def __init__(
+        self,
+        batching: Batching,
+        padding: Padding,
+        limits: StepLimits,
+        *,
+        batching_faults: PolicyFaults | None = None,
+        padding_faults: PolicyFaults | None = None,
+    ) -> None:
         self.batching = batching
         self.padding = padding
-        self.batching_faults = PolicyFaults("batching", batching.name)
-        self.padding_faults = PolicyFaults("padding", padding.name)
-        self._state = batching.start(limits)
+        self.batching_faults = batching_faults or PolicyFaults("batching", batching.name)
+        self.padding_faults = padding_faults or PolicyFaults("padding", padding.name)
+        self._state = started("batching", batching, limits)
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Planner:
         """Return the planner that the settings name; raises :class:`~kimicore.PluginError`."""
-        return cls(resolve("batching", config.batching), resolve("padding", config.padding), limits_of(config))
+        return cls(
+            resolve("batching", config.batching, config.policy.get("batching")),
+            resolve("padding", config.padding, config.policy.get("padding")),
+            limits_of(config),
+            batching_faults=faults_of("batching", config.batching, config),
+            padding_faults=faults_of("padding", config.padding, config),
+        )
 
     @property
-    def faults(self) -> int:
+    def faults(self) -> tuple[PolicyFaults, ...]:
         """Promises that the two policies broke."""
-        return self.batching_faults.count + self.padding_faults.count
+        return self.batching_faults, self.padding_faults
 
     def plan(self, view: StepView, cost: StepCost) -> StepPlan:
         """Return the step that ``view`` calls for; see :func:`plan`."""
@@ -84,27 +99,11 @@ def plan(
     """
     if not view.running and not view.waiting:
         return StepPlan((), Shape(0, 0, 0))
-    ranking = _ranked(view, batching, cost, batching_faults or PolicyFaults("batching", "unnamed"))
+    ranking = ranked(view, batching, cost, batching_faults or PolicyFaults("batching", "unnamed"))
     draft = _Draft(view, ranking, cost)
     draft.decode()
     draft.prefill()
     return draft.finish(padding, padding_faults or PolicyFaults("padding", padding.name))
-
-
-def _ranked(view: StepView, batching: BatchingState, cost: StepCost, faults: PolicyFaults) -> Ranking:
-    if not faults.set_aside:
-        try:
-            ranking = batching.rank(view, cost)
-            order = ranking.order
-            here = {row.request for row in view.running}
-            here.update([row.request for row in view.waiting])
-            if len(order) == len(here) and here == set(order):
-                hash(ranking.urgency.get(order[0], 0.0) + ranking.chunks.get(order[0], 0))
-                return ranking
-            faults.note("rank() names every request of the view once and no other")
-        except Exception as error:
-            faults.note("rank() answers without raising", error)
-    return Ranking(in_order(view), {}, {})
 
 
 class _Draft:
@@ -205,6 +204,7 @@ class _Draft:
         found: list[RowView] = []
         budget = self.limits.max_batch_tokens - self.tokens
         open_ = bool(self.waiting) and not self.unsure and not self._held_back()
+        held = self.ranking.held if self.running and self.view.solo is None else frozenset()
         left, looked = budget, 0
         for number in self.order:
             own = self.running.get(number)
@@ -218,6 +218,8 @@ class _Draft:
             row = self.waiting[number]
             if left <= 0:
                 looked += 1
+            if number in held and self.view.now_s - row.arrived_s < self.limits.max_wait_s:
+                continue
             if looked > LOOK_AHEAD or budget <= 0 or not self._admissible(row, found):
                 open_ = False
                 continue
@@ -257,7 +259,7 @@ class _Draft:
             return True
         urgency = self.ranking.urgency
         own = urgency.get(row.request, 0.0)
-        place = {number: at for at, number in enumerate(self.order)} if own else {}
+        place = {number: at for at, number in enumerate(self.order)} if urgency else {}
         below = [
             one
             for one in self.ranked
@@ -345,30 +347,22 @@ class _Draft:
     def finish(self, padding: Padding, faults: PolicyFaults) -> StepPlan:
         """Return the plan."""
         rows = []
-        blocks = 0
-        size = self.room.size
+        longest = 0  # tokens of the longest block table
+        running = self.running
         for number, count in self.counts.items():
-            row = self.running.get(number) or self.waiting[number]
-            end = row.computed_tokens + count
+            own = running.get(number)
+            row = own or self.waiting[number]
+            start = row.computed_tokens
+            end = start + count
             at: LogitsAt = "none"
             if row.logits_at == "all":
                 at = "all"
             elif end == row.known_tokens and row.limit_tokens > end:
                 at = "last"
-            rows.append(RowPlan(number, row.computed_tokens, count, (), at))
-            blocks = max(blocks, -(-(end if number in self.running else row.known_tokens) // size))
-        yields = tuple([row.request for row in reversed(self.ranked) if row.request in self.running])
-        shape = _padded(padding, self.tokens, len(rows), blocks, faults)
+            rows.append(RowPlan(number, start, count, (), at))
+            tokens = end if own is not None else row.known_tokens
+            if tokens > longest:
+                longest = tokens
+        yields = tuple([row.request for row in reversed(self.ranked) if row.request in running])
+        shape = padded(padding, self.tokens, len(rows), -(-longest // self.room.size), faults)
         return StepPlan(tuple(rows), shape, tuple(self.preempt), yields)
-
-
-def _padded(padding: Padding, tokens: int, rows: int, blocks: int, faults: PolicyFaults) -> Shape:
-    if not faults.set_aside:
-        try:
-            shape = padding.shape(tokens, rows, blocks)
-            if shape.tokens >= tokens and shape.rows >= rows and shape.blocks >= blocks:
-                return shape
-            faults.note(f"shape() covers what it is given: ({tokens}, {rows}, {blocks}) does not fit into {shape}")
-        except Exception as error:
-            faults.note("shape() answers without raising", error)
-    return Shape(tokens, rows, blocks)

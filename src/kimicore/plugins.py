@@ -1,4 +1,4 @@
-"""Finding a policy by name, and keeping its faults from hurting the engine.
+"""Finding a policy by name, and making it with its settings.
 
 Built-in policies are named here and imported when chosen. Others are found through the entry-point groups
 ``kimicore.eviction``, ``kimicore.batching``, ``kimicore.padding`` and ``kimicore.precision``; nothing that is
@@ -11,12 +11,16 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
+from kimicore.config import EngineConfig
 from kimicore.errors import ConfigError, PluginError
+from kimicore.guard import PolicyFaults
 
-__all__ = ["KINDS", "PolicyFaults", "known", "resolve"]
+__all__ = ["KINDS", "built_in", "faults_of", "known", "resolve", "started"]
 
 _log = logging.getLogger("kimicore")
 
@@ -24,37 +28,118 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     "batching": {
         "fcfs": "kimicore.policies.batching.fcfs:Fcfs",
         "priority": "kimicore.policies.batching.priority:Priority",
+        "shortest-remaining": "kimicore.policies.batching.shortest_remaining:ShortestRemaining",
+        "tiered": "kimicore.policies.batching.tiered:Tiered",
     },
-    "eviction": {"lru": "kimicore.policies.eviction.lru:Lru"},
+    "eviction": {
+        "activity-importance": "kimicore.policies.eviction.activity_importance:ActivityImportance",
+        "arc": "kimicore.policies.eviction.arc:Arc",
+        "lfu": "kimicore.policies.eviction.lfu:Lfu",
+        "lru": "kimicore.policies.eviction.lru:Lru",
+        "s3-fifo": "kimicore.policies.eviction.s3_fifo:S3Fifo",
+    },
     "padding": {
+        "lcm": "kimicore.policies.padding.lcm:Lcm",
         "max-len": "kimicore.policies.padding.max_len:MaxLen",
         "packed": "kimicore.policies.padding.packed:Packed",
     },
-    "precision": {},
+    "precision": {
+        "asymmetric": "kimicore.policies.precision.asymmetric:Asymmetric",
+        "custom": "kimicore.policies.precision.custom:Custom",
+        "uniform": "kimicore.policies.precision.uniform:Uniform",
+    },
+}
+_NEEDS: Mapping[str, tuple[str, ...]] = {
+    "batching": ("start",),
+    "eviction": ("start",),
+    "padding": ("shape", "waste_tokens", "shapes"),
+    "precision": ("rules",),
 }
 
 
 def resolve(kind: str, name: str, settings: Mapping[str, Any] | None = None) -> Any:
-    """Return the policy ``name`` of ``kind`` ("batching", "eviction", "padding"), made with ``settings``.
+    """Return the policy ``name`` of ``kind`` ("batching", "eviction", "padding", "precision"), made with ``settings``.
 
     Raises :class:`~kimicore.PluginError` for an unknown name (with the known ones), for a name that two
-    installed packages claim or that belongs to a built-in, and for a policy that cannot be imported or made.
+    installed packages claim or that belongs to a built-in, for a policy that cannot be imported or made, and for one
+    that lacks what its kind needs; :class:`~kimicore.ConfigError` for a setting that it does not have or refuses.
     """
     if kind not in KINDS:
         raise PluginError(f"there is no kind of policy {kind!r}; kinds are {', '.join(sorted(KINDS))}")
     found = _named(kind, name)
     if not found:
-        raise PluginError(f"{kind}={name!r} is not known; known are: {', '.join(sorted(known(kind)))}")
+        raise PluginError(
+            f"{kind}={name!r} is not known; known are: {', '.join(sorted(known(kind)))}{_near(kind, name)}"
+        )
     if len(found) > 1:
         origins = ", ".join(f"{target} ({origin})" for target, origin in found)
         raise PluginError(f"{kind}={name!r} is claimed more than once: {origins}; remove or rename one")
     target, origin = found[0]
+    where = f"{kind}={name!r} ({target}, {origin})"
     try:
-        return _load(target)(**(settings or {}))
+        maker = _load(target)
+    except Exception as error:
+        raise PluginError(f"{where} cannot be used: {error!r}") from error
+    return _made(kind, name, where, maker, dict(settings or {}))
+
+
+def _made(kind: str, name: str, where: str, maker: Any, settings: dict[str, Any]) -> Any:
+    has = _settings_of(maker)
+    for key in settings:
+        if has is not None and key not in has:
+            names = ", ".join(sorted(has)) or "none"
+            near = get_close_matches(key, has, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"policy.{kind}.{key}: {name!r} has no such setting; it has: {names}{hint}")
+    try:
+        policy = maker(**settings)
+    except ConfigError as error:
+        raise ConfigError(f"policy.{kind}: {error}") from error
+    except Exception as error:
+        given = f" with {settings}" if settings else ""
+        raise PluginError(f"{where} cannot be made{given}: {error!r}") from error
+    missing = [one for one in ("name", *_NEEDS[kind]) if not hasattr(policy, one)]
+    if missing or isinstance(policy, type):
+        lacks = ", ".join(missing) or "an instance: calling it gives a class"
+        raise PluginError(f"{where} is no {kind} policy: it lacks {lacks}")
+    return policy
+
+
+def _settings_of(maker: Any) -> frozenset[str] | None:
+    """Return the names that a maker takes, or None where it takes any, or does not say."""
+    try:
+        parameters = signature(maker).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return None
+    return frozenset(one.name for one in parameters if one.kind is not one.POSITIONAL_ONLY and one.name != "name")
+
+
+def _near(kind: str, name: str) -> str:
+    near = get_close_matches(name, known(kind), 1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def started(kind: str, policy: Any, *arguments: Any) -> Any:
+    """Return ``policy.start(...)``; raises :class:`~kimicore.PluginError` that names the policy where that raises."""
+    try:
+        return policy.start(*arguments)
     except ConfigError:
         raise
     except Exception as error:
-        raise PluginError(f"{kind}={name!r} ({target}, {origin}) cannot be used: {error!r}") from error
+        raise PluginError(f"{kind}={policy.name!r}: start() failed: {error!r}") from error
+
+
+def faults_of(kind: str, name: str, config: EngineConfig) -> PolicyFaults:
+    """Return the counter of a policy's faults; calls of a policy that is not built in are timed."""
+    limit_s = None if built_in(kind, name) else config.policy_limit_s
+    return PolicyFaults(kind, name, config.policy_fault_limit, limit_s=limit_s)
+
+
+def built_in(kind: str, name: str) -> bool:
+    """Return whether ``name`` is a built-in policy of ``kind``."""
+    return name in KINDS[kind]
 
 
 def known(kind: str) -> dict[str, str]:
@@ -130,31 +215,3 @@ def _one_by_one(entrypoints: Any, group: str, folder: str) -> Iterator[Any]:
                 yield entrypoints.EntryPoint.from_string(line, name, distro)
             except Exception as error:
                 _log.warning("%s in %s is left out: %r", name, file, error)
-
-
-class PolicyFaults:
-    """Counts what a policy did wrong, warns about it, and says when it has to be set aside.
-
-    ``kind`` and ``name`` are the policy's; after ``limit`` faults ``set_aside`` is True and the built-in
-    default serves for good. The 1st, 2nd, 4th, 8th ... fault is logged at warning level.
-    """
-
-    def __init__(self, kind: str, name: str, limit: int = 16) -> None:
-        self.kind = kind
-        self.name = name
-        self.limit = limit
-        self.count = 0
-        self.last = ""
-
-    @property
-    def set_aside(self) -> bool:
-        """Whether the policy is not asked any more."""
-        return self.count >= self.limit
-
-    def note(self, promise: str, error: BaseException | None = None) -> None:
-        """Count one broken promise; ``error`` is what the policy raised, if it did."""
-        self.count += 1
-        self.last = promise if error is None else f"{promise}: {error!r}"
-        if self.count & (self.count - 1) == 0 or self.count == self.limit:
-            then = "it is set aside, the default serves from now on" if self.set_aside else "the default serves"
-            _log.warning("%s policy %r, fault %d: %s; %s", self.kind, self.name, self.count, self.last, then)

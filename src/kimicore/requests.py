@@ -9,6 +9,7 @@ from attrs import frozen
 
 from kimicore.contracts import Judge, RowView
 from kimicore.prefix import KeyChain
+from kimicore.records import swift
 from kimicore.sampling_params import SamplingParams
 from kimicore.types import FinishReason, LogitsAt, Retention, Tier, TokenScores
 
@@ -49,7 +50,8 @@ class NewRequest:
     retain: tuple[Retention, ...] = ()
 
 
-@frozen(eq=False)
+@swift
+@frozen(eq=False, weakref_slot=False)
 class Tokens:
     """New tokens of a request; ``first``: these are its first. ``prompt_scores``: of the next prompt positions."""
 
@@ -176,16 +178,16 @@ class Request:
         """Return what a policy sees; made anew only after a change."""
         row = self.row_view
         if row is None:
-            new = self.new
+            new, state = self.new, self.state
             row = self.row_view = RowView(
                 self.number,
-                self.state,
+                state,
                 new.arrived_s,
                 new.priority,
                 new.tenant,
                 self.prompt_tokens,
                 len(self.known),
-                self.computed if self.state == "running" else self.cached,
+                self.computed if state == "running" else self.cached,
                 self.limit,
                 self.generated,
                 self.preemptions,

@@ -129,6 +129,8 @@ class Roster:
     def release(self, request: Request, keep: int | None = None) -> None:
         """Give back a request's blocks; only the first ``keep`` stay cached (None: all)."""
         self.cache_age += 1
+        if request.new.retain:
+            self._keep(request)
         for kind, table in enumerate(request.tables):
             live = request.live[kind]
             cut = len(table) if keep is None else max(live, min(keep, len(table)))
@@ -137,6 +139,17 @@ class Roster:
             table.clear()
             request.live[kind] = 0
         request.sealed = request.computed = 0
+
+    def _keep(self, request: Request) -> None:
+        """Have the parts of its prompt stay cached that a request asked for; the time runs from now on."""
+        ledger = self.ledger
+        size = ledger.block_tokens
+        for wish in request.new.retain:
+            end = request.prompt_tokens if wish.end_tokens is None else min(wish.end_tokens, request.prompt_tokens)
+            until_s = ledger.now_s + wish.seconds
+            for kind, table in enumerate(request.tables):
+                slots = table[wish.start_tokens // size : min(-(-end // size), request.sealed)]
+                ledger.keep(kind, [slot for slot in slots if slot], until_s, wish.priority)
 
     def hit(self, request: Request) -> int:
         """Return how many blocks the cache can give: never all tokens, and nothing that still has to be scored."""

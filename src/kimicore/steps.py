@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from attrs import evolve
 
 from kimicore.errors import RequestFailed
@@ -14,12 +16,15 @@ from kimicore.types import (
     LogitsAt,
     RowPlan,
     RowResult,
+    Shape,
     StepPlan,
     StepResult,
     TokenScores,
 )
 
 __all__ = ["Steps"]
+
+SHAPES = 1 << 16  # different shapes of steps that are counted
 
 
 class Steps:
@@ -28,6 +33,17 @@ class Steps:
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
         self.bound: BoundStep | None = None
+        self._shapes: set[Shape] = set()
+
+    @property
+    def shapes(self) -> int:
+        """Different shapes of the steps so far, counted up to SHAPES."""
+        return len(self._shapes)
+
+    def count_shapes(self, shapes: Iterable[Shape]) -> None:
+        """Note that steps of these shapes were run."""
+        if len(self._shapes) < SHAPES:
+            self._shapes.update(shapes)
 
     def bind(self, plan: StepPlan, now_s: float) -> BoundStep:
         """Carry out a plan's memory side; see :meth:`kimicore.book.Book.bind`."""
@@ -41,25 +57,31 @@ class Steps:
             if number in roster.running:
                 roster.preempt(roster.running[number])
         admitted: dict[int, Request] = {}
-        for row in plan.rows:
+        for row in plan.rows if roster.waiting else ():
             waiting = roster.waiting.get(row.request)
             if waiting is not None:  # hits are held first, so that no allocation of this step takes them
                 roster.take_hit(waiting)
                 admitted[waiting.number] = waiting
         rows: list[BoundRow] = []
         done: set[int] = set()
+        size = roster.ledger.block_tokens
         for row in plan.rows:
-            request = admitted.get(row.request) or roster.running.get(row.request)
-            if request is None or request.number in done:
+            number = row.request
+            request = roster.running.get(number) or admitted.get(number)
+            if request is None or number in done:
                 continue
-            room = max(0, request.limit - len(request.known) - 1)
-            if len(row.drafts) > room:  # no token beyond the limit is ever accepted
-                row = evolve(row, drafts=row.drafts[:room])
-            count = min(row.count, len(request.known) - request.computed)
-            if count > 0 and self._grow(request, count, row, plan, done):
-                if request.number in admitted:
+            if row.drafts:  # no token beyond the limit is ever accepted
+                row = evolve(row, drafts=row.drafts[: max(0, request.limit - len(request.known) - 1)])
+            count, left = row.count, len(request.known) - request.computed
+            if count > left:
+                count = left
+            if count <= 0:
+                continue
+            end = request.computed + count + len(row.drafts)
+            if end <= len(request.tables[0]) * size or self._grow(request, count, row, plan, done):
+                if number in admitted:
                     roster.admit(request, now_s)
-                done.add(request.number)
+                done.add(number)
                 rows.append(_bound_row(request, row, count))
         for request in admitted.values():
             if request.state == "waiting":
@@ -92,6 +114,7 @@ class Steps:
             self.bound = step
             roster.counts["steps"] += 1
             used = sum([row.plan.count + len(row.plan.drafts) for row in rows])
+            self.count_shapes((shape,))
             roster.counts["padded_tokens"] += max(0, shape.tokens - used)
         return step
 
@@ -118,36 +141,37 @@ class Steps:
                 self._advance(request, row, given, now_s)
 
     def _advance(self, request: Request, row: BoundRow, given: RowResult, now_s: float) -> None:
-        roster = self._roster
-        before = len(request.known)
+        roster, plan = self._roster, row.plan
+        count = 0
         reason: FinishReason | None = None
         stop: str | int | None = None
         if row.sample:
+            before = len(request.known)
             if not given.tokens:
                 roster.fail(request, RequestFailed("the step gave no token for this request"))
                 return
             try:
-                reason, stop = _accept(request, given.tokens[: 1 + len(row.plan.drafts)])
+                reason, stop = _accept(request, given.tokens[: 1 + len(plan.drafts)])
             except Exception as error:
                 failure = RequestFailed(f"reading the tokens failed: {error!r}")
                 failure.__cause__ = error
                 roster.fail(request, failure)
                 return
-        count = len(request.known) - before
-        request.computed = row.plan.start + row.plan.count + max(0, count - 1)
-        roster.seal(request)
-        scores = _new_scores(request, row, given)
+            count = len(request.known) - before
+        computed = request.computed = plan.start + plan.count + (count - 1 if count > 1 else 0)
+        if computed // roster.ledger.block_tokens != request.sealed:
+            roster.seal(request)
+        scores = _new_scores(request, row, given) if given.prompt_scores else None
         if count or scores:
             logprobs = None if given.logprobs is None else given.logprobs[:count]
             first = count > 0 and request.first_token_s is None
             if first:
                 request.first_token_s = now_s
             roster.counts["completion_tokens"] += count
-            tokens = tuple(request.known[before:])
-            roster.events.append(Tokens(request.number, tokens, logprobs, scores, first))
-        if request.number in roster.followers and request.computed >= request.prompt_tokens:
+            roster.events.append(Tokens(request.number, given.tokens[:count], logprobs, scores, first))
+        if roster.followers and request.number in roster.followers and computed >= request.prompt_tokens:
             roster.free_followers(request.number)
-        if reason is None and request.computed >= request.limit:
+        if reason is None and computed >= request.limit:
             reason = "length"  # nothing was to be generated, and the prompt is done
         if reason is not None:
             roster.finish(request, reason, stop, now_s)
@@ -184,18 +208,19 @@ def _bound_row(request: Request, row: RowPlan, count: int) -> BoundRow:
 def _accept(request: Request, tokens: tuple[int, ...]) -> tuple[FinishReason | None, str | int | None]:
     """Take tokens one by one up to the first end: an end token, then a stop string, then the length."""
     new, known = request.new, request.known
-    least = new.params.min_tokens
+    least, generated = new.params.min_tokens, request.generated
     for token in tokens:
         known.append(token)
-        request.generated += 1
-        if token in new.end_ids and request.generated > least:
+        generated += 1
+        request.generated = generated
+        if token in new.end_ids and generated > least:
             return "stop", token
         stop = new.judge.accept(token)
-        if stop is not None and request.generated >= least:
+        if stop is not None and generated >= least:
             return "stop", stop
         if len(known) >= request.limit:
             return "length", None
-    if request.generated >= least:
+    if request.banned and generated >= least:
         request.banned = ()
     return None, None
 

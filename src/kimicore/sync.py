@@ -11,9 +11,9 @@ from typing import Any, Self
 from kimicore.config import EngineConfig
 from kimicore.errors import InvalidRequest
 from kimicore.face import Face
-from kimicore.handle import Handle, Job
+from kimicore.handle import Asked, Handle, Job
 from kimicore.sampling_params import SamplingParams
-from kimicore.types import EngineStats, GenerationResult, StreamChunk
+from kimicore.types import EngineStats, GenerationResult, Retention, StreamChunk, Tier
 from kimicore.wake import ThreadWaker
 
 __all__ = ["SyncEngine", "SyncStream"]
@@ -70,6 +70,8 @@ class SyncEngine:
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
+        tier: Tier = "standard",
+        retain: Sequence[Retention] = (),
         timeout_s: float | None = None,
         tenant: str = "",
         request_id: str | None = None,
@@ -78,7 +80,8 @@ class SyncEngine:
     ) -> GenerationResult:
         """Generate a continuation of ``prompt`` and return it whole; see :meth:`kimicore.Engine.generate`."""
         self.open()
-        job = self._face.job(params, sampling, priority, timeout_s, tenant, request_id)
+        asked = Asked(priority, tier, retain, timeout_s, tenant, request_id)
+        job = self._face.job(params, sampling, asked)
         return self._finish(job, self._ids(prompt, parse_special))
 
     def generate_many(
@@ -86,6 +89,9 @@ class SyncEngine:
         prompts: Iterable[str | Sequence[int]],
         params: SamplingParams | None = None,
         *,
+        priority: int = 0,
+        tier: Tier = "standard",
+        retain: Sequence[Retention] = (),
         timeout_s: float | None = None,
         tenant: str = "",
         parse_special: bool = False,
@@ -99,7 +105,8 @@ class SyncEngine:
             raise InvalidRequest(f"prompts: must be a list of prompts, not {type(prompts).__name__}")
         prompts = list(prompts)
         self.open()
-        jobs = [self._face.job(params, sampling, 0, timeout_s, tenant, None) for _ in prompts]
+        asked = Asked(priority, tier, retain, timeout_s, tenant, None)
+        jobs = [self._face.job(params, sampling, asked) for _ in prompts]
         all_ids = [self._ids(prompt, parse_special) for prompt in prompts]
         waker = ThreadWaker()
         handles: list[Handle] = []
@@ -123,6 +130,8 @@ class SyncEngine:
         template: str | None = None,
         template_variables: Mapping[str, Any] | None = None,
         priority: int = 0,
+        tier: Tier = "standard",
+        retain: Sequence[Retention] = (),
         timeout_s: float | None = None,
         tenant: str = "",
         request_id: str | None = None,
@@ -130,7 +139,8 @@ class SyncEngine:
     ) -> GenerationResult:
         """Answer ``messages`` through the model's chat template; see :meth:`kimicore.Engine.chat`."""
         self.open()
-        job = self._face.job(params, sampling, priority, timeout_s, tenant, request_id)
+        asked = Asked(priority, tier, retain, timeout_s, tenant, request_id)
+        job = self._face.job(params, sampling, asked)
         return self._finish(job, self._face.chat_ids(messages, template, dict(template_variables or {})))
 
     def stream(
@@ -139,6 +149,8 @@ class SyncEngine:
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
+        tier: Tier = "standard",
+        retain: Sequence[Retention] = (),
         timeout_s: float | None = None,
         tenant: str = "",
         request_id: str | None = None,
@@ -147,7 +159,8 @@ class SyncEngine:
     ) -> SyncStream:
         """Return an iterator of chunks of what :meth:`generate` would return; leaving it cancels the rest."""
         self.open()
-        job = self._face.job(params, sampling, priority, timeout_s, tenant, request_id)
+        asked = Asked(priority, tier, retain, timeout_s, tenant, request_id)
+        job = self._face.job(params, sampling, asked)
         return SyncStream(self._face, job, self._ids(prompt, parse_special))
 
     def stream_chat(
@@ -158,6 +171,8 @@ class SyncEngine:
         template: str | None = None,
         template_variables: Mapping[str, Any] | None = None,
         priority: int = 0,
+        tier: Tier = "standard",
+        retain: Sequence[Retention] = (),
         timeout_s: float | None = None,
         tenant: str = "",
         request_id: str | None = None,
@@ -165,7 +180,8 @@ class SyncEngine:
     ) -> SyncStream:
         """Return an iterator of chunks of what :meth:`chat` would return."""
         self.open()
-        job = self._face.job(params, sampling, priority, timeout_s, tenant, request_id)
+        asked = Asked(priority, tier, retain, timeout_s, tenant, request_id)
+        job = self._face.job(params, sampling, asked)
         return SyncStream(self._face, job, self._face.chat_ids(messages, template, dict(template_variables or {})))
 
     def stats(self) -> EngineStats:

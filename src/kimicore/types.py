@@ -13,6 +13,7 @@ from attrs import frozen
 
 from kimicore.checks import float_field, int_field
 from kimicore.errors import InvalidRequest
+from kimicore.records import swift
 from kimicore.sampling_params import SamplingParams
 
 __all__ = [
@@ -182,7 +183,9 @@ class EngineStats:
 
     ``kv_blocks_used`` are referenced by requests, ``kv_blocks_cached`` hold reusable prefixes; with
     ``kv_blocks_free`` they add up to ``kv_blocks_total``. With several KV classes a block is counted in
-    units of the smallest common share of the arena (see ``docs/design.md``).
+    units of the smallest common share of the arena (see ``docs/design.md``). ``padded_tokens`` were computed for the
+    padding policy's sake, in steps of ``padded_shapes`` different shapes (counted up to 65,536).
+    ``policies_set_aside`` names those that broke their promises too often, as ``"kind:name"``.
     """
 
     requests_running: int
@@ -207,6 +210,8 @@ class EngineStats:
     evicted_blocks: int
     step_s: float
     policy_faults: int = 0
+    policies_set_aside: tuple[str, ...] = ()
+    padded_shapes: int = 0
 
 
 # ---------------------------------------------------------------- what one step is
@@ -229,7 +234,8 @@ class KVClass:
     latent: bool = False
 
 
-@frozen
+@swift
+@frozen(weakref_slot=False)
 class RowPlan:
     """What a request computes in a step: ``count`` tokens from position ``start``.
 
@@ -276,7 +282,8 @@ class StepPlan:
     refusals: tuple[tuple[int, str], ...] = ()
 
 
-@frozen(eq=False)
+@swift
+@frozen(eq=False, weakref_slot=False)
 class BoundRow:
     """A planned row with everything that the runner needs for it.
 

@@ -17,7 +17,7 @@ from kimicore.sampling_params import SamplingParams
 from kimicore.slabs import slab_layout
 from kimicore.testing.clock import ManualClock
 from kimicore.testing.runner import FakeRunner, fake_tokens
-from kimicore.types import BoundRow, BoundStep, KVClass
+from kimicore.types import BoundRow, BoundStep, KVClass, Retention, Tier
 
 VOCABULARY = 50
 SECRET = b"secret"
@@ -130,6 +130,8 @@ class Rig:
         ends: Sequence[int] = (),
         banned: Sequence[int] = (),
         number: int | None = None,
+        retain: Sequence[Retention] = (),
+        tier: Tier = "standard",
     ) -> NewRequest:
         """Return a request that arrives now."""
         if number is None:
@@ -153,6 +155,8 @@ class Rig:
             judge=judge or Words(),
             end_ids=frozenset(ends),
             banned_until_min=tuple(banned),
+            tier=tier,
+            retain=tuple(retain),
         )
 
     def submit_all(self, group: Sequence[NewRequest]) -> None:

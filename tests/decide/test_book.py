@@ -11,6 +11,7 @@ from bad_policies import BadEviction
 from rig import Rig, kv_class, prompt_of
 
 from kimicore.errors import Overloaded, RequestFailed, RequestTimeout
+from kimicore.guard import PolicyFaults
 from kimicore.requests import Request
 from kimicore.sampling_params import SamplingParams
 from kimicore.types import RowResult, StepResult
@@ -364,13 +365,18 @@ def test_statistics_add_up():
     rig = Rig(max_batch_size=2)
     numbers = [rig.submit(prompt_of(20, at), 5) for at in range(5)]
     rig.step()
-    stats = rig.book.stats(0.25, 3)
+    faults = PolicyFaults("padding", "mine", limit=3)
+    for _ in range(3):
+        faults.note("it keeps its promises")
+    stats = rig.book.stats(0.25, (faults,))
+    assert stats.policies_set_aside == ("padding:mine",)
+    assert stats.padded_shapes == 1
     assert (stats.requests_running, stats.requests_waiting) == (2, 3)
     assert stats.kv_blocks_used + stats.kv_blocks_cached + stats.kv_blocks_free == stats.kv_blocks_total == 64
     assert stats.kv_blocks_used == 4
     rig.book.cancel(numbers[-1])
     rig.finish()
-    stats = rig.book.stats(0.25, 3)
+    stats = rig.book.stats(0.25, (faults,))
     assert (stats.requests_finished, stats.requests_cancelled, stats.steps) == (4, 1, len(rig.steps))
     assert (stats.prompt_tokens, stats.completion_tokens) == (80, 20)
     assert (stats.step_s, stats.policy_faults) == (0.25, 3)

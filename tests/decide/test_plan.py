@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from rig import Rig, kv_class, prompt_of
 
 from kimicore.contracts import MemoryView, Ranking, RowView, StepLimits, StepView
+from kimicore.guard import PolicyFaults
 from kimicore.plan import FLOOR_TOKENS, SCORED_TOKENS, plan
-from kimicore.plugins import PolicyFaults, resolve
+from kimicore.plugins import resolve
 from kimicore.sampling_params import SamplingParams
 from kimicore.types import Shape
 

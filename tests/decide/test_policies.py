@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kimicore.errors import ConfigError, PluginError
-from kimicore.plugins import KINDS, PolicyFaults, known, resolve
+from kimicore.guard import PolicyFaults
+from kimicore.plugins import KINDS, known, resolve
 from kimicore.policies.padding.max_len import MaxLen
 
 
@@ -39,17 +40,42 @@ def test_an_unknown_name_lists_the_known_ones():
 
 
 def test_settings_reach_the_policy():
-    """Settings are the policy's own; a bad value is its ConfigError, an unknown one a PluginError."""
+    """Settings are the policy's own; a bad value and an unknown one are ConfigErrors that name them."""
     assert resolve("batching", "priority", {"aging_s": 2.0}).aging_s == 2.0
     with pytest.raises(ConfigError, match="aging_s"):
         resolve("batching", "priority", {"aging_s": 0})
-    with pytest.raises(PluginError, match="speed"):
+    with pytest.raises(ConfigError, match=r"policy\.batching\.speed: 'fcfs' has no such setting; it has: none"):
         resolve("batching", "fcfs", {"speed": 1})
+    with pytest.raises(ConfigError, match=r"did you mean 'aging_s'"):
+        resolve("batching", "priority", {"ageing_s": 1})
+    with pytest.raises(PluginError, match=r"did you mean 'priority'"):
+        resolve("batching", "prioritty")
+
+
+PADDING = "from kimicore.policies.padding.packed import Packed as Base\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("class Mine:\n    name = 'mine'\n", "is no padding policy: it lacks shape, waste_tokens, shapes"),
+        (f"{PADDING}class Mine(Base):\n    name = property()\n    def __init__(self): 1 / 0\n", "division by zero"),
+        (f"{PADDING}def Mine(): return Base\n", "calling it gives a class"),
+    ],
+)
+def test_what_is_no_policy_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, message: str):
+    """An entry point that gives something else than a policy of its kind is an error that says what is missing."""
+    (tmp_path / "odd_policy.py").write_text(source)
+    installed(tmp_path, "odd", "[kimicore.padding]\nodd = odd_policy:Mine\n")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    with pytest.raises(PluginError, match=message):
+        resolve("padding", "odd")
+    sys.modules.pop("odd_policy")
 
 
 def test_an_installed_policy_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A policy of an installed package is found by name and imported only when asked for."""
-    (tmp_path / "mine_policy.py").write_text("class Mine:\n    name = 'mine'\n")
+    (tmp_path / "mine_policy.py").write_text(f"{PADDING}def Mine(): return Base(name='mine')\n")
     installed(tmp_path, "mine", "[kimicore.padding]\nmine = mine_policy:Mine\nbroken = no_such_module:Thing\n")
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     assert known("padding")["mine"] == "mine"
@@ -79,7 +105,7 @@ def test_a_malformed_neighbour_does_not_hide_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     """A package whose entry points cannot be read costs nothing but a warning."""
-    (tmp_path / "good_policy.py").write_text("class Good:\n    name = 'good'\n")
+    (tmp_path / "good_policy.py").write_text(f"{PADDING}def Good(): return Base(name='good')\n")
     installed(tmp_path, "aaa", "this is not\n[an ini file\n")
     installed(tmp_path, "bad", "[kimicore.padding]\nbad = 1 + 1\n")
     installed(tmp_path, "good", "[kimicore.padding]\ngood = good_policy:Good\n")

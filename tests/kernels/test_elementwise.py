@@ -139,7 +139,7 @@ def products(dtype: torch.dtype) -> list[Any]:
 
 
 @pytest.mark.parametrize(("op", "dtype"), [p for dtype in DTYPES for p in products(dtype)])
-@given(tokens=st.integers(1, 40), outs=st.integers(1, 40), depth=st.integers(1, 300), biased=st.booleans())
+@given(tokens=st.integers(1, 80), outs=st.integers(1, 40), depth=st.integers(1, 300), biased=st.booleans())
 def test_product(op: Any, dtype: torch.dtype, tokens: int, outs: int, depth: int, biased: bool) -> None:
     """The product is the float64 one for any size, with and without a bias."""
     x, weight, bias = noise(1, tokens, depth).to(dtype), noise(2, outs, depth).to(dtype), noise(3, outs).to(dtype)

@@ -67,7 +67,7 @@ def test_tiled_attention_is_the_same_in_every_chunk() -> None:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize(("outs", "depth"), [(96, 576), (201, 77), (5, 1536), (13, 3)])
+@pytest.mark.parametrize(("outs", "depth"), [(96, 576), (201, 77), (5, 1536), (13, 3), (20, 9000)])
 @pytest.mark.parametrize("op", implementations(native_linear.load(torch.float32)))
 def test_native_product_is_the_same_for_any_number_of_rows(op: Any, outs: int, depth: int) -> None:
     """A row of the native float32 product has the same bits whatever stands above, below and how much of it."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from kimicore.config import EngineConfig
 
-__all__ = ["Progress", "add_engine_options", "add_sampling_options", "engine_config", "sampling"]
+__all__ = ["DEMO", "Progress", "add_engine_options", "add_sampling_options", "engine_config", "sampling"]
 
 DEMO = "smollm2-135m-instruct"
 _SAMPLING: dict[str, tuple[Callable[[str], Any], str]] = {

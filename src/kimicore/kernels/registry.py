@@ -71,7 +71,8 @@ def _tried(op: str, load: Callable[[], tuple[Any, str]], dtype: torch.dtype) -> 
 def _linear(dtype: torch.dtype, native: bool, shapes: Sequence[tuple[int, int]]) -> tuple[LinearOp, OpOrigin]:
     found, why = _tried("linear", lambda: native_linear.load(dtype), dtype) if native else (None, _OFF)
     if found is not None:
-        few = "" if dtype == torch.float32 else f" for up to {native_linear.FEW_ROWS} rows, torch above"
+        rows = native_linear.most_rows(dtype)
+        few = "" if rows == native_linear.ALL_ROWS else f" for up to {rows} rows, torch above"
         return found, OpOrigin("linear", "native", why + few)
     if dtype != torch.float32:
         return reference_linear.linear, OpOrigin("linear", "torch", _short(why))

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <type_traits>
 #if defined(__x86_64__) || defined(__i386__)
@@ -51,7 +52,7 @@ KC_INLINE vf fma(vf a, vf b, vf c) {
   return a * b + c;
 #endif
 }
-KC_INLINE vf splat(float x) { return vf{} + x; }
+KC_INLINE vf splat(float x) { return x - vf{}; }  // nothing to compute, unlike x + 0, which is +0 for -0
 KC_INLINE vf load(const float* p) { vf v; memcpy(&v, p, sizeof v); return v; }
 KC_INLINE void store(float* p, vf v) { memcpy(p, &v, sizeof v); }
 // The second operand where either is not a number, so that max(limit, x) keeps a NaN of x.
@@ -65,6 +66,10 @@ KC_INLINE float lanes_sum(vf v) {
   __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
   b = _mm_add_ps(b, _mm_movehl_ps(b, b));
   return _mm_cvtss_f32(_mm_add_ss(b, _mm_shuffle_ps(b, b, 1)));
+#elif defined(KC_AVX2)
+  __m128 b = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  b = _mm_add_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_add_ss(b, _mm_shuffle_ps(b, b, 1)));
 #endif
   float t[W];
   store(t, v);
@@ -73,6 +78,11 @@ KC_INLINE float lanes_sum(vf v) {
   return t[0];
 }
 KC_INLINE float lanes_max(vf v) {
+#if defined(KC_AVX2)  // _mm_max_ps, too, gives its second operand where either is not a number
+  __m128 b = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  b = _mm_max_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_max_ss(b, _mm_shuffle_ps(b, b, 1)));
+#endif
   float t[W];
   store(t, v);
   for (int n = W / 2; n; n /= 2)
@@ -140,6 +150,9 @@ KC_INLINE vf load(const bf16* p) {
 #if defined(KC_AVX512)
   __m256i h; memcpy(&h, p, sizeof h);
   return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16);
+#elif defined(KC_AVX2)
+  __m128i h; memcpy(&h, p, sizeof h);
+  return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16);
 #else
   vh h; memcpy(&h, p, sizeof h);
   return (vf)(__builtin_convertvector(h, vu) << 16);
@@ -151,6 +164,8 @@ KC_INLINE void store(bf16* p, vf v) {
   u = v == v ? u : (vu{} + 0x7fc0u);
 #if defined(KC_AVX512)
   __m256i h = _mm512_cvtepi32_epi16((__m512i)u);
+#elif defined(KC_AVX2)
+  __m128i h = _mm_packus_epi32(_mm256_castsi256_si128((__m256i)u), _mm256_extracti128_si256((__m256i)u, 1));
 #else
   vh h = __builtin_convertvector(u, vh);
 #endif
@@ -159,6 +174,8 @@ KC_INLINE void store(bf16* p, vf v) {
 KC_INLINE vf load(const f16* p) {
 #if defined(KC_AVX512)
   __m256i h; memcpy(&h, p, sizeof h); return _mm512_cvtph_ps(h);
+#elif defined(KC_AVX2) && defined(__F16C__)
+  __m128i h; memcpy(&h, p, sizeof h); return _mm256_cvtph_ps(h);
 #else
   vf v; for (int i = 0; i < W; i++) v[i] = widen(p[i]); return v;
 #endif
@@ -166,6 +183,8 @@ KC_INLINE vf load(const f16* p) {
 KC_INLINE void store(f16* p, vf v) {
 #if defined(KC_AVX512)
   __m256i h = _mm512_cvtps_ph(v, 0); memcpy(p, &h, sizeof h);
+#elif defined(KC_AVX2) && defined(__F16C__)
+  __m128i h = _mm256_cvtps_ph(v, 0); memcpy(p, &h, sizeof h);
 #else
   for (int i = 0; i < W; i++) narrow(v[i], p + i);
 #endif
@@ -215,6 +234,25 @@ KC_INLINE void transpose(vf* r) {
     r[i] = _mm512_shuffle_f32x4(s[i], s[i + 8], 0x88);
     r[i + 8] = _mm512_shuffle_f32x4(s[i], s[i + 8], 0xdd);
   }
+#elif defined(KC_AVX2)
+  vf t[8], s[8];
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+    t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 4)
+#pragma GCC unroll 4
+    for (int j = 0; j < 2; j++) {
+      s[i + 2 * j] = _mm256_shuffle_ps(t[i + j], t[i + j + 2], 0x44);
+      s[i + 2 * j + 1] = _mm256_shuffle_ps(t[i + j], t[i + j + 2], 0xee);
+    }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    r[i] = _mm256_permute2f128_ps(s[i], s[i + 4], 0x20);
+    r[i + 4] = _mm256_permute2f128_ps(s[i], s[i + 4], 0x31);
+  }
 #else
   vf t[W];
   for (int i = 0; i < W; i++)
@@ -222,6 +260,21 @@ KC_INLINE void transpose(vf* r) {
   for (int i = 0; i < W; i++) r[i] = t[i];
 #endif
 }
+
+// Memory that a thread keeps from call to call; null where there is none.
+struct Scratch {
+  char* data = nullptr;
+  size_t bytes = 0;
+  char* need(size_t n) {
+    if (n > bytes) {
+      free(data);
+      data = (char*)aligned_alloc(64, (n + 4095) / 4096 * 4096);
+      bytes = data ? n : 0;
+    }
+    return data;
+  }
+  ~Scratch() { free(data); }
+};
 
 // Work shared among the threads of the process's one OpenMP runtime, whose entry is handed in by address: the kernels
 // are linked with none of their own. fn(data) runs on every thread; null runs it here alone.

@@ -98,14 +98,13 @@ template <class T, class P> struct Run {
 
   // Parts of one task side by side, then combined in order.
   struct Item { int task, base; size_t at; };
-  void one_part(const Item& item, float* parts) {
+  void one_part(const Item& item, Ahead ahead, float* parts) {
     const Task& t = tasks[item.task];
     const int n = rows(t), padded = part.padded;
     Work<P> w = part.carve(n);
     if (!w.q) { failed = 1; return; }
     part.pack_queries(t, w.q);
-    Ahead none{nullptr, nullptr, 0};
-    part.part(t, w, item.base, measures(t), mass(t), none);
+    part.part(t, w, item.base, measures(t), mass(t), ahead);
     if (measures(t)) note(t, item.base, w.part_max);
     float* to = parts + item.at;
     for (int r = 0; r < n; r++, to += padded + 2) {
@@ -172,7 +171,8 @@ template <class T, class P> struct Run {
     int64_t all = 0;
     for (const Task& t : tasks) all += cost(t);
     const int64_t much = c.threads > 1 ? all / (4 * (int64_t)c.threads) : all;
-    const Task* rest = &*std::stable_partition(tasks.begin(), tasks.end(), [&](const Task& t) { return cost(t) > much; });
+    const auto cut = std::stable_partition(tasks.begin(), tasks.end(), [&](const Task& t) { return cost(t) > much; });
+    const Task* rest = tasks.data() + (cut - tasks.begin());
     std::vector<Item> items;
     std::vector<int> bounds{0};
     size_t floats = 0;
@@ -193,7 +193,11 @@ template <class T, class P> struct Run {
     const int pieces = (int)items.size(), count = (int)(end - rest);
     const int run = std::max(1, std::min(16, count / (8 * std::max(c.threads, 1))));
     share(pieces + (count + run - 1) / run, [&](int i) {
-      if (i < pieces) return one_part(items[i], parts.data());
+      if (i < pieces) {
+        const bool more = i + c.threads < pieces;  // this thread's next, if all are equally fast
+        const Task* next = more ? &tasks[items[i + c.threads].task] : nullptr;
+        return one_part(items[i], Ahead{next, next + more, more ? items[i + c.threads].base : 0}, parts.data());
+      }
       const Task *at = rest + (i - pieces) * run, *stop = std::min(end, at + run);  // neighbours on one thread,
       Ahead ahead{at, stop, 0};                                                     // so that it knows what comes next
       for (; at < stop; at++) whole(*at, ahead);

@@ -5,7 +5,6 @@
 // summed key after key, and parts are combined from the first to the last. Tiles, chunks, neighbours and threads change none of it.
 #pragma once
 #include <algorithm>
-#include <cstdlib>
 #include <type_traits>
 #include "../simd.h"
 
@@ -44,19 +43,6 @@ struct Call {
 };
 struct Task { int row, head, first, last, at; };  // tokens [first, last) of q; the first one's position
 
-struct Scratch {
-  char* data = nullptr;
-  size_t bytes = 0;
-  char* need(size_t n) {
-    if (n > bytes) {
-      free(data);
-      data = (char*)aligned_alloc(64, (n + 4095) / 4096 * 4096);
-      bytes = data ? n : 0;
-    }
-    return data;
-  }
-  ~Scratch() { free(data); }
-};
 thread_local Scratch scratch;
 
 // Memory is asked for ahead of its use, a line at a time between other work (asked for at once, the requests queue up and
@@ -198,11 +184,16 @@ template <class T, class P> struct Attention {
     const int depth = this->depth, padded = this->padded;
     for (int d = 0; d < depth; d++) {
       vf b[N];
+#pragma GCC unroll 8
       for (int j = 0; j < N; j++) b[j] = load((const float*)keys + (size_t)d * SUB + j * W);
+#pragma GCC unroll 8
       for (int i = 0; i < M; i++)
+#pragma GCC unroll 8
         for (int j = 0; j < N; j++) sum[i][j] = P::step(sum[i][j], q[(size_t)i * padded + d], b[j]);
     }
+#pragma GCC unroll 8
     for (int i = 0; i < M; i++)
+#pragma GCC unroll 8
       for (int j = 0; j < N; j++) store(scores + (size_t)i * SPLIT + j * W, sum[i][j]);
   }
 
@@ -211,15 +202,22 @@ template <class T, class P> struct Attention {
   void mix_tile(const E* weights, const E* values, int low, int high, float* part) const {
     vf sum[M][N];
     const int padded = this->padded;
+#pragma GCC unroll 8
     for (int i = 0; i < M; i++)
+#pragma GCC unroll 8
       for (int j = 0; j < N; j++) sum[i][j] = load(part + (size_t)i * padded + j * W);
     for (int k = low / P::depth; k * P::depth < high; k++) {
       vf b[N];
+#pragma GCC unroll 8
       for (int j = 0; j < N; j++) b[j] = load((const float*)values + (size_t)k * padded + j * W);
+#pragma GCC unroll 8
       for (int i = 0; i < M; i++)
+#pragma GCC unroll 8
         for (int j = 0; j < N; j++) sum[i][j] = P::step(sum[i][j], weights[(size_t)i * SPLIT + k], b[j]);
     }
+#pragma GCC unroll 8
     for (int i = 0; i < M; i++)
+#pragma GCC unroll 8
       for (int j = 0; j < N; j++) store(part + (size_t)i * padded + j * W, sum[i][j]);
   }
 

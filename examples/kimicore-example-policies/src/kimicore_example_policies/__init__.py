@@ -1,0 +1,1 @@
+"""Two policies for KimiCore, as an example of a package of them."""

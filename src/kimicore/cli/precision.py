@@ -1,0 +1,53 @@
+"""``kimicore precision``: which precision each module of a model would have."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from kimicore.errors import ConfigError
+from kimicore.plugins import KINDS, resolve
+from kimicore.policies.precision import resolve_precision
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser("precision", help="print the precision that a map gives to each module of a model")
+    parser.add_argument("model", help="alias, folder, GGUF file or hub id")
+    built_in = ", ".join(KINDS["precision"])
+    parser.add_argument("--precision", default="asymmetric", help=f"{built_in}, or an installed policy's name")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the policy; values may be JSON"
+    )
+    parser.add_argument("--json", action="store_true", help="print the map as JSON instead of a table")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command."""
+    policy = resolve("precision", options.precision, _settings(options.set))
+    from kimicore.model.load import open_source  # torch: only once the settings are known to be right
+    from kimicore.model.modules import modules_of
+    from kimicore.model.spec import spec_from_config
+
+    modules = modules_of(spec_from_config(open_source(options.model).config))
+    wanted = getattr(policy, "activation_precision", None)
+    found = resolve_precision(policy.rules(modules), modules, None if wanted is None else wanted())
+    print(found.to_json() if options.json else found.table())
+    return 0
+
+
+def _settings(pairs: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        key, mark, value = pair.partition("=")
+        if not mark or not key:
+            raise ConfigError(f"--set {pair!r}: write KEY=VALUE, such as ffn=int8")
+        try:
+            found[key] = json.loads(value)
+        except ValueError:
+            found[key] = value
+    return found

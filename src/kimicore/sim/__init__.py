@@ -1,0 +1,1 @@
+"""Replaying traffic through the policies and the scheduler that the engine runs."""
