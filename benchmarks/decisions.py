@@ -2,10 +2,10 @@
 
     python benchmarks/decisions.py [--rows 256] [--waiting 1000] [--blocks 100000] [--victims 1000] [--repeat 30]
 
-One JSON line per policy: medians and the largest of the repetitions, in milliseconds of processor time. A plan is view() and plan() of an
-engine without a device, whose rows all generate while others wait: first with every waiting row known from the
-step before ("plan"), then right after one more has come ("plan_after_arrival"). An eviction asks a full cache of
-sequences of 10 blocks for its victims through the ledger, as the engine does.
+One JSON line per policy: medians and the largest of the repetitions, in milliseconds of processor time. A plan is
+view() and plan() of an engine without a device, whose rows all generate while others wait: first with every waiting row
+known from the step before ("plan"), then right after one more has come ("plan_after_arrival"). An eviction asks a full
+cache of sequences of 10 blocks for its victims through the ledger, as the engine does.
 """
 
 from __future__ import annotations

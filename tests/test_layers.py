@@ -21,7 +21,9 @@ PLACES = {
     **dict.fromkeys(
         [
             f"kimicore.{name}"
-            for name in ("checks", "records", "clock", "config", "errors", "guard", "memory", "sampling_params", "types")
+            for name in (
+                "checks", "clock", "config", "errors", "guard", "memory", "records", "sampling_params", "types",
+            )
         ],
         (0, "records"),
     ),

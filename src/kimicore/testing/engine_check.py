@@ -24,7 +24,7 @@ def check_in_engine(kind: str, maker: Callable[[], Any], effort: Effort) -> None
         return EngineMachine(kind, maker)
 
     explore_machine(
-        machine, Effort(max(1, effort.examples // 3), max(1, effort.steps // 2), effort.seed, effort.shrinks // 3)
+        machine, Effort(max(1, effort.examples // 3), max(1, effort.steps // 2), effort.seed, min(40, effort.shrinks))
     )
 
 

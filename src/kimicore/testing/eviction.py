@@ -42,7 +42,7 @@ def check_eviction(maker: Callable[[], Eviction], *, examples: int = 60, steps: 
     Under pytest: ``@pytest.mark.parametrize("check", check_eviction(MyPolicy), ids=str)`` over a test that calls
     ``check()``. Nothing runs before that.
     """
-    effort = Effort(examples, steps, seed)
+    effort = Effort(examples, steps, seed, shrinks=400)
     searches: dict[str, Callable[[], None]] = {
         "settings": lambda: check_settings("eviction", maker, lambda made: made.start(8, 32, 0), EvictionState),
         "recent": lambda: explore(partial(_recent, maker), effort, **_recent_values()),

@@ -52,7 +52,7 @@ __all__ = ["ALL_ROWS", "load", "most_rows"]
 
 ALL_ROWS: Final = (1 << 63) - 1
 _TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_CALL: Final = struct.Struct("4P5q")  # struct Call of linear.cpp
+_CALL: Final = struct.Struct("4P5q")  # struct Call of call.h
 
 
 def load(dtype: torch.dtype) -> tuple[LinearOp | None, str]:
@@ -64,7 +64,7 @@ def load(dtype: torch.dtype) -> tuple[LinearOp | None, str]:
         return None, library.reason
     rows = most_rows(dtype)
     if rows == 0:
-        return None, f"this processor has no {_name(dtype)} dot product, or torch's product is as fast"
+        return None, f"none in {_name(dtype)} that is faster than torch on this processor"
     entry = library.handle.kimicore_linear
     entry.argtypes, entry.restype = (c_char_p, c_int, c_int, c_void_p), c_int
     return _bound(entry, parallel_entry() or 0, dtype, rows), library.reason

@@ -8,9 +8,9 @@ Measured on 2 cores of an AVX-512 server (bfloat16 dot products, no AMX), 9 quer
   float32 152 beside 115; of 128 tokens 145 and 107 beside 46 and 56. So it serves prompts of every length as well.
 - One row of 6,000 tokens: bfloat16 0.32 ms, shared among threads in parts of 256 keys.
 
-One thread of a busy machine with AVX2 and no AVX-512 (Zen 3; its time on the processor), the same heads: 256 tokens that
-see 4,000 each take float32 57 ms (40 GFLOP/s), bfloat16 51 ms; a prompt of 512 tokens 7.7 and 6.5 ms; 32 rows of 320
-cached tokens, one token each, 3.4 and 2.6 ms.
+One thread of a busy machine with AVX2 and no AVX-512 (Zen 3; its time on the processor), the same heads: 256 tokens
+that see 4,000 each take float32 57 ms (40 GFLOP/s), bfloat16 51 ms; a prompt of 512 tokens 7.7 and 6.5 ms; 32 rows of
+320 cached tokens, one token each, 3.4 and 2.6 ms.
 """
 
 from __future__ import annotations

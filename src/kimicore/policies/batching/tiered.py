@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence, Set
+from itertools import islice
 
 from attrs import frozen
 
@@ -81,6 +82,11 @@ def _need(row: RowView) -> int:
     return row.known_tokens - row.computed_tokens
 
 
+def _reads(row: RowView) -> bool:
+    """Whether the row has more to compute than its next token."""
+    return row.state == "waiting" or row.known_tokens - row.computed_tokens > 1
+
+
 class _Credits:
     """What the lower tiers have earned by waiting, and who goes before all because of it."""
 
@@ -151,8 +157,10 @@ class TieredState:
         for row in self._waiting:
             if row.request not in here:
                 self._credits.let_in(row)
-        waiting = sorted(view.waiting, key=_arrival)
-        self._queues = {tier: [row for row in waiting if row.tier == tier] for tier in TIERS}
+        queues: dict[str, list[RowView]] = {tier: [] for tier in TIERS}
+        for row in sorted(view.waiting, key=_arrival):
+            queues[row.tier].append(row)
+        self._queues = queues
         decay = self._policy.merge_decay
         for row in self._queues["standard"]:
             if row.request > self._newest:
@@ -168,32 +176,31 @@ class TieredState:
         by_tier: dict[str, list[RowView]] = {tier: [] for tier in TIERS}
         for row in sorted(view.running, key=_arrival):
             by_tier[row.tier].append(row)
-        unread = {row.request for row in view.running if _need(row) > 1}
-        unread.update([row.request for row in view.waiting])
-        self._credits.promoted &= unread
+        if self._credits.promoted:
+            self._credits.promoted &= {row.request for row in (*view.running, *view.waiting) if _reads(row)}
         classes: list[list[RowView]] = []
         for tier in TIERS:
             running, queue = by_tier[tier], self._queues[tier]
             rows = running + queue
             if running and queue and _arrival(queue[0]) < _arrival(running[-1]):
                 rows.sort(key=_arrival)
-            self._age(tier, rows, unread, view.now_s)
-            classes += self._urgent(tier, rows, unread, view.now_s)
+            self._age(tier, rows, view.now_s)
+            classes += self._urgent(tier, rows, view.now_s)
         most = max(1, self._policy.most_preemptions)
         first = self._credits.promoted | {row.request for row in view.running if row.preemptions >= most}
         return self._answered(view, classes, first)
 
-    def _age(self, tier: str, rows: Sequence[RowView], unread: Set[int], now_s: float) -> None:
+    def _age(self, tier: str, rows: Sequence[RowView], now_s: float) -> None:
         """Let those of a tier that have waited for long, and whose prompts are not read, spend their tier's credit."""
         if tier == "interactive":
             return
         patience_s = self._patience_s[tier]
         young = bisect_right(rows, now_s, key=lambda row: row.arrived_s + patience_s)
-        self._credits.spend(tier, (row for row in rows[:young] if row.request in unread))
+        self._credits.spend(tier, (row for row in islice(rows, young) if _reads(row)))
         if young < len(rows):
             self._until_s = min(self._until_s, rows[young].arrived_s + patience_s)
 
-    def _urgent(self, tier: str, rows: list[RowView], unread: Set[int], now_s: float) -> list[list[RowView]]:
+    def _urgent(self, tier: str, rows: list[RowView], now_s: float) -> list[list[RowView]]:
         """Return a tier's rows as (urgent, others); looked at are the first prompts of the tier."""
         if tier == "background":
             return [[], rows]
@@ -208,7 +215,7 @@ class TieredState:
         calm: list[RowView] = []
         looked = 0
         for at, row in enumerate(rows):
-            if row.request in unread:
+            if _reads(row):
                 if looked == LOOK_AHEAD:
                     calm += rows[at:]
                     break
