@@ -158,7 +158,12 @@ class BatchingState(Protocol):
 
 @runtime_checkable
 class Batching(Protocol):
-    """Settings of a batching policy."""
+    """Settings of a batching policy.
+
+    A settings class may have ``starvation_bound_s`` (a number, or None): no request waits, for the first time or again,
+    while another one is started that arrived more than ``starvation_bound_s * max(1, d)`` seconds after it, where ``d``
+    is how much higher the other's priority is. One that claims no bound has no such attribute.
+    """
 
     @property
     def name(self) -> str:
@@ -240,7 +245,10 @@ class Padding(Protocol):
         ...
 
     def shape(self, tokens: int, rows: int, blocks: int) -> Shape:
-        """Return a shape at least as large as the given one in every direction; the same for the same three sizes."""
+        """Return a shape at least as large as the given one in every direction; the same for the same three sizes.
+
+        A direction that is more than twice its size plus 4,096 is not taken.
+        """
         ...
 
     def waste_tokens(self, tokens: int) -> int:

@@ -15,6 +15,11 @@ class Fcfs:
 
     name: str = "fcfs"
 
+    @property
+    def starvation_bound_s(self) -> float:
+        """Nobody who came later is started before one who waits."""
+        return 0.0
+
     def start(self, limits: StepLimits) -> FcfsState:
         """Return fresh state."""
         return FcfsState()

@@ -26,6 +26,11 @@ class Priority:
         if not self.aging_s > 0:
             raise ConfigError(f"aging_s={self.aging_s!r}: must be over 0 seconds")
 
+    @property
+    def starvation_bound_s(self) -> float:
+        """A step of priority is made up for by so many seconds of waiting."""
+        return self.aging_s
+
     def start(self, limits: StepLimits) -> PriorityState:
         """Return fresh state."""
         return PriorityState(self.aging_s)
