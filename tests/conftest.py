@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+# On a machine that does other work as well, OpenMP's threads would spin for milliseconds in every small product.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 settings.register_profile(
     "quick", deadline=None, max_examples=40, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow]
 )

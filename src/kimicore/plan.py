@@ -127,6 +127,7 @@ class _Draft:
         self.counts: dict[int, int] = {}
         self.unsure: set[int] = set()  # prompts whose blocks are not all there
         self.tokens = 0
+        self.place: dict[int, int] = {}  # in the order, once somebody's urgency asks for it
 
     # ------------------------------------------------------------ rows that generate
 
@@ -259,7 +260,9 @@ class _Draft:
             return True
         urgency = self.ranking.urgency
         own = urgency.get(row.request, 0.0)
-        place = {number: at for at, number in enumerate(self.order)} if urgency else {}
+        if urgency and not self.place:
+            self.place = {number: at for at, number in enumerate(self.order)}
+        place = self.place
         below = [
             one
             for one in self.ranked
