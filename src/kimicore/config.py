@@ -13,9 +13,20 @@ from attrs import field, fields, frozen
 from kimicore.checks import boolean_field, byte_size_field, choice_field, float_field, int_field, name_field
 from kimicore.errors import ConfigError
 
-__all__ = ["EngineConfig"]
+__all__ = ["EngineConfig", "check_budgets"]
 
 _POLICY_KINDS = ("batching", "eviction", "padding")
+
+
+def check_budgets(max_batch_size: int, max_batch_tokens: int, min_batch_size: int) -> None:
+    """Raise :class:`~kimicore.ConfigError` where the budgets of a step contradict each other."""
+    if max_batch_tokens < max_batch_size:
+        raise ConfigError(
+            f"max_batch_tokens={max_batch_tokens} is under max_batch_size={max_batch_size}: "
+            "every running row needs a token per step; raise the first or lower the second"
+        )
+    if min_batch_size > max_batch_size:
+        raise ConfigError(f"min_batch_size={min_batch_size} is over max_batch_size={max_batch_size}")
 
 
 def _policy_settings(value: Any) -> Mapping[str, Mapping[str, Any]]:
@@ -91,13 +102,7 @@ class EngineConfig:
     def __attrs_post_init__(self) -> None:
         if self.block_tokens not in (16, 32, 64):
             raise ConfigError(f"block_tokens={self.block_tokens}: must be 16, 32 or 64")
-        if self.max_batch_tokens < self.max_batch_size:
-            raise ConfigError(
-                f"max_batch_tokens={self.max_batch_tokens} is under max_batch_size={self.max_batch_size}: "
-                "every running row needs a token per step; raise the first or lower the second"
-            )
-        if self.min_batch_size > self.max_batch_size:
-            raise ConfigError(f"min_batch_size={self.min_batch_size} is over max_batch_size={self.max_batch_size}")
+        check_budgets(self.max_batch_size, self.max_batch_tokens, self.min_batch_size)
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str]) -> Self:

@@ -19,14 +19,12 @@ from kimicore.contracts import (
 )
 from kimicore.guard import PolicyFaults
 from kimicore.plugins import faults_of, resolve, started
+from kimicore.policies.batching.pace import AIM, FLOOR_TOKENS, STRETCH
 from kimicore.room import Room
 from kimicore.types import LogitsAt, RowPlan, Shape, StepPlan
 
 __all__ = ["Planner", "plan"]
 
-AIM = 1.1  # times the target: what 95 of 100 steps stay under, so that 99 stay under 1.2 times
-STRETCH = 1.8  # a step beside prompts may take this many times what its generating rows take alone
-FLOOR_TOKENS = 8  # prompts get at least so many tokens a step, however slow steps are
 SCORED_TOKENS = 256  # positions of a step whose logits are all wanted: a row of the vocabulary each
 LOOK_AHEAD = 16  # waiting prompts that are considered beyond those that fill the budget
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from kimicore.contracts import RowView, StepLimits, StepView
-from kimicore.plan import AIM, STRETCH, plan
+from kimicore.plan import plan
 from kimicore.plugins import resolve
+from kimicore.policies.batching.pace import AIM, STRETCH
 
 LIMITS = StepLimits(max_batch_size=64, max_batch_tokens=512, min_batch_size=1, max_wait_s=0.0, target_step_s=0.05)
 

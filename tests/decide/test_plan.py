@@ -14,8 +14,9 @@ from rig import Rig, kv_class, prompt_of
 
 from kimicore.contracts import MemoryView, Ranking, RowView, StepLimits, StepView
 from kimicore.guard import PolicyFaults
-from kimicore.plan import FLOOR_TOKENS, SCORED_TOKENS, plan
+from kimicore.plan import SCORED_TOKENS, plan
 from kimicore.plugins import resolve
+from kimicore.policies.batching.pace import FLOOR_TOKENS
 from kimicore.sampling_params import SamplingParams
 from kimicore.types import Shape
 

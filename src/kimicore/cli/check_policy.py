@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
+from kimicore.cli.options import policy_settings
 from kimicore.errors import ConfigError, PluginError
 from kimicore.plugins import KINDS, known, resolve
 
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     for name in ("examples", "steps"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name} {getattr(options, name)}: must be at least 1")
-    kind, policy = _found(options.policy, _settings(options.set))
+    kind, policy = _found(options.policy, policy_settings(options.set))
     checks = check_policy(kind, lambda: policy, examples=options.examples, steps=options.steps, seed=options.seed)
     names = [check.name for check in checks]
     for name in options.check:
@@ -65,20 +65,6 @@ def run(options: argparse.Namespace) -> int:
             print(f"ok      {check.name:<13} {check.promise}", flush=True)
     print(f"{len(chosen) - broken} of {len(chosen)} promises kept")
     return 1 if broken else 0
-
-
-def _settings(pairs: Sequence[str]) -> dict[str, Any]:
-    """Return settings from ``key=value`` texts; a value is JSON where it can be read as such, else text."""
-    found: dict[str, Any] = {}
-    for pair in pairs:
-        key, equals, text = pair.partition("=")
-        if not equals or not key:
-            raise ConfigError(f"--set {pair}: write KEY=VALUE, such as --set half_life_s=300")
-        try:
-            found[key] = json.loads(text)
-        except ValueError:
-            found[key] = text
-    return found
 
 
 def _found(words: Sequence[str], settings: Mapping[str, Any]) -> tuple[str, Any]:

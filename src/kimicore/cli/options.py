@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kimicore.config import EngineConfig
+from kimicore.errors import ConfigError
 
-__all__ = ["DEMO", "Progress", "add_engine_options", "add_sampling_options", "engine_config", "sampling"]
+__all__ = [
+    "DEMO",
+    "Progress",
+    "add_engine_options",
+    "add_sampling_options",
+    "engine_config",
+    "policy_settings",
+    "sampling",
+]
 
 DEMO = "smollm2-135m-instruct"
 _SAMPLING: dict[str, tuple[Callable[[str], Any], str]] = {
@@ -54,6 +64,20 @@ def sampling(options: argparse.Namespace) -> dict[str, Any]:
     """Return the sampling fields that were given."""
     given = {name: getattr(options, name) for name in _SAMPLING if getattr(options, name) is not None}
     return {**given, "stop": options.stop} if options.stop else given
+
+
+def policy_settings(pairs: Sequence[str], form: str = "KEY=VALUE") -> dict[str, Any]:
+    """Return settings from texts such as ``half_life_s=300``; a value is read as JSON, else taken as text."""
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"--set {pair!r}: write {form}, such as half_life_s=300")
+        try:
+            found[key.strip()] = json.loads(text)
+        except ValueError:
+            found[key.strip()] = text.strip()
+    return found
 
 
 class Progress:

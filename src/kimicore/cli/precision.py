@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
-from typing import Any
 
-from kimicore.errors import ConfigError
+from kimicore.cli.options import policy_settings
 from kimicore.plugins import KINDS, resolve
 from kimicore.policies.precision import resolve_precision
 
@@ -28,7 +26,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
-    policy = resolve("precision", options.precision, _settings(options.set))
+    policy = resolve("precision", options.precision, policy_settings(options.set))
     from kimicore.model.load import open_source  # torch: only once the settings are known to be right
     from kimicore.model.modules import modules_of
     from kimicore.model.spec import spec_from_config
@@ -38,16 +36,3 @@ def run(options: argparse.Namespace) -> int:
     found = resolve_precision(policy.rules(modules), modules, None if wanted is None else wanted())
     print(found.to_json() if options.json else found.table())
     return 0
-
-
-def _settings(pairs: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for pair in pairs:
-        key, mark, value = pair.partition("=")
-        if not mark or not key:
-            raise ConfigError(f"--set {pair!r}: write KEY=VALUE, such as ffn=int8")
-        try:
-            found[key] = json.loads(value)
-        except ValueError:
-            found[key] = value
-    return found

@@ -12,7 +12,7 @@ from typing import Any
 
 from attrs import asdict, evolve
 
-from kimicore.cli.options import Progress
+from kimicore.cli.options import Progress, policy_settings
 from kimicore.errors import ConfigError
 from kimicore.plugins import resolve
 from kimicore.sim.cache import replay_cache
@@ -222,16 +222,12 @@ def settings_of(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return policies' settings by kind from texts such as ``eviction.half_life_s=300``; a value is read as JSON, else
     as text."""
     found: dict[str, dict[str, Any]] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        kind, dot, field = name.strip().partition(".")
-        if not (equals and dot and kind and field):
-            raise ConfigError(f"--set {text!r}: write KIND.FIELD=VALUE, such as eviction.half_life_s=300")
-        try:
-            read = json.loads(value)
-        except ValueError:
-            read = value.strip()
-        found.setdefault(kind, {})[field] = read
+    form = "KIND.FIELD=VALUE"
+    for name, value in policy_settings(texts, form).items():
+        kind, dot, field = name.partition(".")
+        if not (dot and kind and field):
+            raise ConfigError(f"--set {name}={value}: write {form}, such as eviction.half_life_s=300")
+        found.setdefault(kind, {})[field] = value
     return found
 
 

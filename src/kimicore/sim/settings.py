@@ -8,6 +8,7 @@ from typing import Any
 from attrs import Factory, field, frozen
 
 from kimicore.checks import boolean_field, float_field, int_field, name_field, number
+from kimicore.config import check_budgets
 from kimicore.contracts import StepLimits
 from kimicore.errors import ConfigError
 from kimicore.plugins import KINDS
@@ -78,13 +79,7 @@ class SimConfig:
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.times, StepTimes):
             raise ConfigError(f"times={self.times!r}: must be StepTimes")
-        if self.max_batch_tokens < self.max_batch_size:
-            raise ConfigError(
-                f"max_batch_tokens={self.max_batch_tokens} is under max_batch_size={self.max_batch_size}: "
-                "every running row needs a token per step; raise the first or lower the second"
-            )
-        if self.min_batch_size > self.max_batch_size:
-            raise ConfigError(f"min_batch_size={self.min_batch_size} is over max_batch_size={self.max_batch_size}")
+        check_budgets(self.max_batch_size, self.max_batch_tokens, self.min_batch_size)
 
     @property
     def limits(self) -> StepLimits:

@@ -6,9 +6,12 @@ from attrs import frozen
 
 from kimicore.contracts import StepCost, StepView
 
-__all__ = ["Pace"]
+__all__ = ["AIM", "FLOOR_TOKENS", "STRETCH", "Pace"]
 
-AIM, STRETCH, LEAST_TOKENS = 1.1, 1.8, 8  # how the planner sizes chunks beside streams that generate
+# How the planner sizes chunks beside streams that generate:
+AIM = 1.1  # times the target: what 95 of 100 steps stay under, so that 99 stay under 1.2 times
+STRETCH = 1.8  # a step beside prompts may take this many times what its generating rows take alone
+FLOOR_TOKENS = 8  # prompts get at least so many tokens a step, however slow steps are
 
 
 @frozen
@@ -38,5 +41,5 @@ class Pace:
         if full_s <= allowed_s:
             return cls(most, full_s / most)
         slope_s = (full_s - alone_s) / most
-        chunk = min(most, max(LEAST_TOKENS, int((allowed_s - alone_s) / slope_s))) if slope_s > 0.0 else most
+        chunk = min(most, max(FLOOR_TOKENS, int((allowed_s - alone_s) / slope_s))) if slope_s > 0.0 else most
         return cls(chunk, (alone_s + chunk * slope_s) / chunk)
