@@ -188,9 +188,10 @@ class Bench:
         """A 4,000-token prompt that arrives beside 8 running streams: their gaps, and its first token."""
         runs = [await concurrent(self.engine, [self.ids[:4000]], 1) for _ in range(2)]
         alone = statistics.mean(one[0].timing.ttft_s for one in runs)
-        quiet = await self._gaps(None)
         result: list[float] = []
         loud = await self._gaps(result)
+        # as many gaps without the prompt, so that the streams' contexts are as long
+        quiet = await self._gaps(None, len(loud) // 8)
         target = self.engine.config.target_step_s
         p99_alone, p99 = _quantile(quiet, 0.99), _quantile(loud, 0.99)
         return {
@@ -205,8 +206,9 @@ class Bench:
             "ttft_ok": result[0] <= 2.5 * alone,
         }
 
-    async def _gaps(self, long: list[float] | None) -> list[float]:
-        """Return the gaps between chunks of 8 streams; with ``long``, only while a 4,000-token prompt is read."""
+    async def _gaps(self, long: list[float] | None, count: int = 0) -> list[float]:
+        """Return the gaps between chunks of 8 streams: ``count`` of each, or with ``long`` while a 4,000-token prompt
+        is read."""
         stamps: list[list[float]] = [[] for _ in range(8)]
         window = [0.0, float("inf")]
         done = anyio.Event()
@@ -226,7 +228,8 @@ class Bench:
                 await anyio.sleep(0.01)
             window[0] = time.perf_counter()
             if long is None:
-                await anyio.sleep(4.0)
+                while min(map(len, stamps)) < 20 + count:
+                    await anyio.sleep(0.01)
             else:
                 got = (await concurrent(self.engine, [self.ids[:4000]], 1))[0]
                 long.append(got.timing.ttft_s)

@@ -95,7 +95,7 @@ async def run(engine: kimicore.Engine, load: Load) -> tuple[float, float]:
     """Run a load on the engine; return makespan and mean time to the first token, in seconds."""
     source = random.Random(5)
     words = list(
-        engine._face.tokenizer.encode("It was a bright cold day in April, and the clocks were striking thirteen.")
+        engine.face.tokenizer.encode("It was a bright cold day in April, and the clocks were striking thirteen.")
     )
     ends, firsts = [], []
     begun_s = time.perf_counter()

@@ -46,7 +46,7 @@ def demo(request: pytest.FixtureRequest) -> tuple[Path, Oracle]:
 async def _run(path: Path, config: kimicore.EngineConfig, seeded: int) -> tuple[list[Any], list[Any], list[list[int]]]:
     """Return the results of all prompts alone, and then all at once with staggered arrival."""
     async with kimicore.Engine(path, config) as engine:
-        prompts = corpus.prompts(engine._face.tokenizer, count=seeded, longest=1500 if seeded >= 50 else 300)
+        prompts = corpus.prompts(engine.face.tokenizer, count=seeded, longest=1500 if seeded >= 50 else 300)
         options: dict[str, Any] = {"max_tokens": NEW_TOKENS, "temperature": 0.0, "ignore_eos": True, "logprobs": 0}
         alone = [await engine.generate(ids, prompt_logprobs=0, **options) for ids in prompts]
         together: list[Any] = [None] * len(prompts)
@@ -96,13 +96,13 @@ def test_generate_of_transformers_gives_the_same(demo: tuple[Path, Oracle]) -> N
     """The oracle's own ``generate`` gives the engine's tokens, prompt by prompt."""
     path, oracle = demo
     with kimicore.SyncEngine(path, kimicore.EngineConfig(dtype="float32")) as engine:
-        for ids in corpus.prompts(engine._face.tokenizer, count=5, longest=200):
+        for ids in corpus.prompts(engine.face.tokenizer, count=5, longest=200):
             ours = engine.generate(ids, max_tokens=24, temperature=0.0, ignore_eos=True)
             inputs = torch.tensor([ids])
             theirs = oracle.model.generate(
                 inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=24, min_new_tokens=24, do_sample=False
             )
-            ends = set(engine._face.tokenizer.eos_ids)
+            ends = set(engine.face.tokenizer.eos_ids)
             if not ends & set(ours.token_ids):  # the oracle bans end tokens to reach the length
                 assert tuple(theirs[0, len(ids) :].tolist()) == ours.token_ids
 
@@ -111,7 +111,7 @@ def perplexity(path: Path, dtype: str, tokens: int) -> float:
     """Return the perplexity of the fixed English text's first ``tokens`` tokens, in windows of 1,000."""
     config = kimicore.EngineConfig(dtype=dtype)
     with kimicore.SyncEngine(path, config) as engine:
-        ids = engine._face.tokenizer.encode(corpus.text("alice.txt"))[:tokens]
+        ids = engine.face.tokenizer.encode(corpus.text("alice.txt"))[:tokens]
         assert len(ids) == tokens
         windows = [ids[start : start + 1000] for start in range(0, tokens, 1000)]
         results = engine.generate_many(windows, max_tokens=0, prompt_logprobs=0)

@@ -9,6 +9,9 @@ from kimicore.types import BoundRow
 __all__ = ["StepTimeModel", "step_load"]
 
 _SCALES = (1.0, 100.0, 10.0, 10_000.0, 100_000.0)  # about what each feature is in a full step
+_CONTEXT, _ATTENDED = 3, 4
+_PAIRS = 0.4  # a context token costs about what 4 attended pairs do: its memory is read, they are multiplied
+_PULL = 0.02  # how much that counts where steps do not tell
 _PRIOR_S = (2e-3, 15e-3, 1e-3, 2e-3, 1e-3)  # seconds per scaled feature before anything was measured
 
 
@@ -93,17 +96,29 @@ class StepTimeModel:
 
     def _fit(self) -> None:
         """Solve the least squares; coefficients that come out negative are set to 0 and the others solved anew."""
-        (one, other), (right, more) = self._grams, self._rights
+        right = [own + more for own, more in zip(*self._rights, strict=True)]
         free = list(range(len(right)))
         answer = [0.0] * len(free)
         while free:
-            found = _solve([[one[i][j] + other[i][j] for j in free] for i in free], [right[i] + more[i] for i in free])
+            gram = [[self._grams[0][i][j] + self._grams[1][i][j] for j in range(len(right))] for i in range(len(right))]
+            if _CONTEXT in free and _ATTENDED in free:
+                _pull(gram)
+            found = _solve([[gram[i][j] for j in free] for i in free], [right[i] for i in free])
             if min(found) >= 0.0:
                 for i, value in zip(free, found, strict=True):
                     answer[i] = value
                 break
             free = [i for i, value in zip(free, found, strict=True) if value > 0.0]
         self._weights = [value / scale for value, scale in zip(answer, _SCALES, strict=True)]
+
+
+def _pull(gram: list[list[float]]) -> None:
+    """Hold context tokens and attended pairs to their usual ratio where both grow together, as beside a long prompt."""
+    strength = _PULL * gram[_CONTEXT][_CONTEXT]
+    gram[_CONTEXT][_CONTEXT] += strength
+    gram[_CONTEXT][_ATTENDED] -= strength * _PAIRS
+    gram[_ATTENDED][_CONTEXT] -= strength * _PAIRS
+    gram[_ATTENDED][_ATTENDED] += strength * _PAIRS * _PAIRS
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:

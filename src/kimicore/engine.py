@@ -51,6 +51,11 @@ class Engine:
         """The settings."""
         return self._face.config
 
+    @property
+    def face(self) -> Face:
+        """What is below, for tools that measure the engine; no part of the stable interface."""
+        return self._face
+
     async def open(self) -> None:
         """Load the model if that has not been done; safe to call from several tasks.
 

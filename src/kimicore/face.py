@@ -198,15 +198,17 @@ class Face:
         high = loop.vocab_tokens - 1
         return [integer(f"prompt[{i}]", one, 0, high, InvalidRequest) for i, one in enumerate(prompt)]
 
-    def submit(self, job: Job, ids: Sequence[int], waker: Waker, *, wake_each: bool) -> Handle:
-        """Hand the request to the engine's thread and return its handle."""
+    def submit(
+        self, job: Job, ids: Sequence[int], waker: Waker, *, wake_each: bool, kept: list[Handle] | None = None
+    ) -> Handle:
+        """Hand the request to the engine's thread and return its handle, which is in ``kept`` before that."""
         if not ids:
             raise InvalidRequest("prompt: it has no tokens, and this model begins with none; give at least one")
         loop = self.loop
         if len(ids) > loop.limit_tokens:
             raise too_long(len(ids), loop.limit_tokens)
         seed = job.params.seed if job.params.seed is not None else secrets.randbits(64)
-        return loop.submit(job, ids, seed, waker, wake_each=wake_each)
+        return loop.submit(job, ids, seed, waker, wake_each=wake_each, kept=kept)
 
     def cancel(self, handle: Handle) -> None:
         """Cancel what has not ended of ``handle``; never waits."""

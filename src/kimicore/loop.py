@@ -79,7 +79,8 @@ class EngineLoop:
         self.vocab_tokens = tokenizer.vocab_size
         self.context_tokens = context_limit(config.context_tokens, context_tokens, book.capacity_tokens)
         self.limit_tokens = self.context_tokens - 1
-        self._book, self._planner, self._runner, self._config = book, planner, runner, config
+        self._book, self._planner, self._config = book, planner, config
+        self.runner = runner  # may be wrapped while the engine rests: it is taken with each step
         self._cost = StepTimeModel()
         self._set_threads = set_threads
         self._live: dict[int, _Live] = {}
@@ -115,8 +116,20 @@ class EngineLoop:
         if self._watchdog.needed:
             self._watchdog.start()
 
-    def submit(self, job: Job, ids: Sequence[int], seed: int, waker: Waker, *, wake_each: bool) -> Handle:
-        """Queue a checked request and return its handle; raises Overloaded, EngineClosed or EngineFailed."""
+    def submit(
+        self,
+        job: Job,
+        ids: Sequence[int],
+        seed: int,
+        waker: Waker,
+        *,
+        wake_each: bool,
+        kept: list[Handle] | None = None,
+    ) -> Handle:
+        """Queue a checked request and return its handle; raises Overloaded, EngineClosed or EngineFailed.
+
+        The handle is in ``kept`` before it is queued: an interrupt of the caller leaves no request behind.
+        """
         params = job.params
         room = self.context_tokens - len(ids)
         output = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -140,6 +153,8 @@ class EngineLoop:
             handle = Handle(job.asked.request_id or f"request-{numbers[0]}", numbers, waker, wake_each=wake_each)
             cache = self._config.prefix_cache
             group = make_group(job, ids, seed, numbers, len(ids) + output, self.tokenizer, cache, wake_each)
+            if kept is not None:
+                kept.append(handle)
             self._inbox.append((handle, group, job.submitted_s))
             self._queued += params.n
             self._wakeup.notify()
@@ -260,7 +275,7 @@ class EngineLoop:
             return
         self._publish()  # who was admitted no longer waits, for the queue's limit above all
         begun_s = self.clock()
-        result = self._runner.run(bound)
+        result = self.runner.run(bound)
         now_s = self.clock()
         self._step_s += 0.1 * (now_s - begun_s - self._step_s) if self._step_s else now_s - begun_s
         self._cost.observe(now_s - begun_s, *step_load(bound.rows))
@@ -348,7 +363,7 @@ class EngineLoop:
             handle.fail(EngineClosed(closed))
         self._live.clear()
         self._watchdog.stop()
-        self._runner.close()
+        self.runner.close()
         if restore is not None and self._set_threads is not None:
             self._set_threads(restore)
         with self._wakeup:

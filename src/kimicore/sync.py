@@ -40,6 +40,11 @@ class SyncEngine:
         """The settings."""
         return self._face.config
 
+    @property
+    def face(self) -> Face:
+        """What is below, for tools that measure the engine; no part of the stable interface."""
+        return self._face
+
     def open(self) -> None:
         """Load the model if that has not been done."""
         if not self._face.opened:
@@ -112,7 +117,7 @@ class SyncEngine:
         handles: list[Handle] = []
         try:
             for job, ids in zip(jobs, all_ids, strict=True):
-                handles.append(self._face.submit(job, ids, waker, wake_each=False))
+                self._face.submit(job, ids, waker, wake_each=False, kept=handles)
             while not all(one.done for one in handles) and not any(one.error for one in handles):
                 waker.wait()
             for one in handles:
@@ -193,12 +198,14 @@ class SyncEngine:
 
     def _finish(self, job: Job, ids: Sequence[int]) -> GenerationResult:
         waker = ThreadWaker()
-        handle = self._face.submit(job, ids, waker, wake_each=False)
+        handles: list[Handle] = []
         try:
+            handle = self._face.submit(job, ids, waker, wake_each=False, kept=handles)
             while not handle.done:
                 waker.wait()
         finally:
-            self._face.cancel(handle)
+            for one in handles:
+                self._face.cancel(one)
         return self._face.result(job, ids, handle)
 
 
@@ -209,7 +216,13 @@ class SyncStream:
         self._face, self._job, self._ids = face, job, ids
         self._waker = ThreadWaker()
         self._handle: Handle | None = None
-        self._handle = face.submit(job, ids, self._waker, wake_each=True)
+        kept: list[Handle] = []
+        try:
+            self._handle = face.submit(job, ids, self._waker, wake_each=True, kept=kept)
+        except BaseException:
+            for one in kept:
+                face.cancel(one)
+            raise
         self._ready: list[StreamChunk] = []
         self._read: list[StreamChunk] = []
         self._closed = False

@@ -49,7 +49,7 @@ def test_streams_bound_the_step() -> None:
 
 @pytest.mark.parametrize("base_s", [0.03, 0.05, 0.2])
 def test_a_step_may_stretch_what_its_streams_take_alone(base_s: float) -> None:
-    """Where the streams alone come near the target, the step may take 1.8 times as long as they do."""
+    """Where the streams alone come near the target, the step may stretch what they take."""
     alone_s = base_s + 8e-3
     allowed_s = max(AIM * LIMITS.target_step_s, STRETCH * alone_s)
     assert chunk(base_s, [True] * 8) == pytest.approx((allowed_s - alone_s) * 1e3, abs=1)

@@ -52,3 +52,24 @@ def test_the_model_does_not_forget_chunks():
     for _ in range(5000):
         model.observe(0.018, 8, 8, 2000)
     assert model.mean_s(264, 9, 2256, 32_768) == pytest.approx(0.27, rel=0.3)
+
+
+def test_a_long_prompt_hides_nothing_about_the_streams():
+    """Beside a prompt that is read in small chunks, contexts and attended pairs grow together; still the model knows
+    what the streams take without it: a context token costs about what a few pairs do.
+    """
+    model = StepTimeModel()
+    source = random.Random(4)
+
+    def real_s(tokens: int, rows: int, context: int, attended: int) -> float:
+        return (0.025 + 1.5e-3 * tokens + 3.5e-6 * context + 0.9e-6 * attended) * source.uniform(0.97, 1.03)
+
+    for turn in range(60):
+        load = (8, 8, 500 + 8 * turn, 0)
+        model.observe(real_s(*load), *load)
+    for turn in range(400):
+        start = 8 * turn
+        load = (16, 9, 980 + 8 * turn + start + 8, 8 * start + 32)
+        model.observe(real_s(*load), *load)
+    alone_s = model.mean_s(8, 8, 4180, 0)
+    assert alone_s == pytest.approx(0.025 + 8 * 1.5e-3 + 3.5e-6 * 4180, rel=0.05)

@@ -42,7 +42,7 @@ async def cancelled(engine: Engine, prompt: Any, when: Callable[[], Any], **aske
 async def test_while_it_is_tokenized(shared: Engine, alone: Alone) -> None:
     """A request that is cancelled while its text is tokenized raises at once and is never submitted
     (BerriAI/litellm#31499)."""
-    tokenizer = shared._face.tokenizer
+    tokenizer = shared.face.tokenizer
     encode = tokenizer.encode
     begun, free, ended = threading.Event(), threading.Event(), threading.Event()
 
@@ -109,7 +109,7 @@ async def test_around_the_last_step(shared: Engine) -> None:
     """Cancelled at random about its last step, a request ends once, cancelled or complete, and holds nothing
     (vllm-project/vllm#29987)."""
     rng = random.Random(7)
-    loop, complete = shared._face.loop, 0
+    loop, complete = shared.face.loop, 0
     before = shared.stats()
     for _ in range(200):
         waker, target = AsyncWaker(), rng.randint(6, 9)
@@ -156,8 +156,8 @@ async def test_timeouts_around_a_call(shared: Engine, alone: Alone) -> None:
             group.start_soon(hasty)
     for _ in range(10):
         await hasty()
-    assert shared._face.loop._thread is not None
-    assert shared._face.loop._thread.is_alive()
+    assert shared.face.loop._thread is not None
+    assert shared.face.loop._thread.is_alive()
     result = await shared.generate([5], max_tokens=20, **GREEDY)
     assert result.choices[0] == alone([5], max_tokens=20, **GREEDY)
     await settled(shared)
@@ -219,7 +219,7 @@ async def test_a_stream_is_closed_by_another_task(shared: Engine) -> None:
     await never.aclose()
     with pytest.raises(StopAsyncIteration):
         await anext(never)
-    tokenizer = shared._face.tokenizer
+    tokenizer = shared.face.tokenizer
     encode = tokenizer.encode
     tokenized, free = threading.Event(), threading.Event()
 

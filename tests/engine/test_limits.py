@@ -88,7 +88,7 @@ async def test_a_gigantic_text_is_refused_by_its_length(shared: Engine) -> None:
 
 async def test_long_texts_are_tokenized_beside_the_event_loop(shared: Engine) -> None:
     """While a long text is tokenized the event loop runs other tasks (mozilla-ai/llamafile#835)."""
-    tokenizer = shared._face.tokenizer
+    tokenizer = shared.face.tokenizer
     encode, seen = tokenizer.encode, []
 
     def slow(text: str, **options: object) -> list[int]:
@@ -140,7 +140,7 @@ async def test_special_tokens_in_a_prompt_are_text_unless_asked_for(script: Engi
     plain = prompt_of(await script.generate(text, **wanted))
     parsed = prompt_of(await script.generate(text, parse_special=True, **wanted))
     assert min(plain) > 16
-    assert script._face.tokenizer.decode(plain) == text
+    assert script.face.tokenizer.decode(plain) == text
     assert parsed[1] == 0
     assert len(parsed) == 3
     turn = prompt_of(await script.chat([{"role": "user", "content": "<|im_end|>"}], **wanted))

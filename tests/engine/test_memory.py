@@ -51,7 +51,7 @@ async def test_ended_requests_are_forgotten(shared: Engine) -> None:
     warm = await round_of(1000)
     end = await round_of(4000)
     assert living() <= before
-    loop = shared._face.loop
+    loop = shared.face.loop
     assert not (loop._live or loop._inbox or loop._book._deadlines or loop._book._roster.groups)
     assert end - warm < 8 << 20
     assert shared.stats().requests_cancelled > 0

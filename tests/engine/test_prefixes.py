@@ -43,7 +43,7 @@ async def test_replaced_weights_meet_no_old_cache(tmp_path: Path) -> None:
             first = await engine.generate(prompt, max_tokens=8, **GREEDY)
             again = await engine.generate(prompt, max_tokens=8, **GREEDY)
             assert (first.usage.cached_tokens, again.usage.cached_tokens) == (0, 64)
-            seen.append((first.token_ids, engine._face.loop._book._contexts[0].weights))
+            seen.append((first.token_ids, engine.face.loop._book._contexts[0].weights))
     assert seen[0] == seen[2]
     assert seen[0][0] != seen[1][0]
     assert seen[0][1] != seen[1][1]

@@ -102,7 +102,7 @@ async def test_aging_is_bounded(tiny: Path) -> None:
     (vllm-project/vllm#56843)."""
     config = EngineConfig(batching="priority", max_batch_size=1, kv_device_bytes="1MiB", **FLOAT)
     async with Engine(tiny, config) as engine:
-        loop = engine._face.loop
+        loop = engine.face.loop
         now = [0.0]
         loop.clock = lambda: now[0]  # a second passes with every step
         urgent: list[float] = []
@@ -173,7 +173,7 @@ async def test_a_deadline_in_the_queue_costs_nothing(tiny: Path) -> None:
     (Avarok-Cybersecurity/atlas#482)."""
     config = EngineConfig(max_batch_size=1, kv_device_bytes="1MiB", **FLOAT)
     async with Engine(tiny, config) as engine:
-        loop = engine._face.loop
+        loop = engine.face.loop
         now = [0.0]
         loop.clock = lambda: now[0]
         caught: list[RequestTimeout] = []

@@ -133,7 +133,7 @@ def test_cache_folder() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
 def test_one_openmp_runtime() -> None:
-    """With every native kernel loaded and run on several threads, the process has one OpenMP runtime: torch's."""
+    """With every native kernel loaded, the process has one OpenMP runtime, torch's: the kernels bring none."""
     program = (  # in a process of its own: other test packages bring runtimes of theirs
         "import pathlib, torch\n"
         "from kimicore.kernels import registry\n"
@@ -145,7 +145,6 @@ def test_one_openmp_runtime() -> None:
     maps = [line for line in done.stdout.splitlines() if line.strip()]
     libraries = {line.split()[-1] for line in maps if any(n in line for n in ("libgomp", "libiomp", "libomp"))}
     assert len(libraries) == 1, libraries
-    assert build.parallel_entry() is not None
 
 
 @needs_compiler

@@ -79,23 +79,23 @@ class Gate(Around):
 @contextmanager
 def around(engine: Any, before: Callable[[BoundStep], None] | None = None) -> Iterator[Around]:
     """Put an :class:`Around` before an idle engine's runner for a while."""
-    loop = engine._face.loop
-    inner = loop._runner
-    loop._runner = outer = Around(inner, before)
+    loop = engine.face.loop
+    inner = loop.runner
+    loop.runner = outer = Around(inner, before)
     try:
         yield outer
     finally:
-        loop._runner = inner
+        loop.runner = inner
 
 
 @contextmanager
 def gated(engine: Any) -> Iterator[Gate]:
     """Put a :class:`Gate` before an idle engine's runner for a while; leaving opens it."""
-    loop = engine._face.loop
-    inner = loop._runner
-    loop._runner = gate = Gate(inner)
+    loop = engine.face.loop
+    inner = loop.runner
+    loop.runner = gate = Gate(inner)
     try:
         yield gate
     finally:
         gate.open()
-        loop._runner = inner
+        loop.runner = inner

@@ -13,7 +13,7 @@ __all__ = ["ids_of", "joined", "read", "settled"]
 async def settled(engine: Engine) -> None:
     """Wait until the engine has seen everything before this, and check that nothing is held any more."""
     await engine.generate([5], max_tokens=1, temperature=0.0, ignore_eos=True, tenant="settled")
-    loop = engine._face.loop
+    loop = engine.face.loop
     stats = engine.stats()
     assert stats.kv_blocks_used == 0
     assert stats.kv_blocks_used + stats.kv_blocks_cached + stats.kv_blocks_free == stats.kv_blocks_total

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from attrs import evolve
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kimicore.errors import ConfigError
@@ -156,6 +156,7 @@ def test_a_page_that_cannot_be_written_is_refused(report: SimReport, tmp_path: P
         write_page(tmp_path / "nowhere" / "page.html", report, title="")
 
 
+@example([(0.0, 5e-324)], False, False, [])
 @given(
     st.lists(st.tuples(st.floats(0, 1e9), st.floats(0, 1e9)), max_size=30),
     st.booleans(),

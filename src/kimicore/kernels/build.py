@@ -4,8 +4,7 @@ A library is named by a digest of its sources, the flags, the compiler's version
 cache folder may be shared by machines and by versions of this package. Whatever goes wrong gives a reason and no
 exception: the torch reference serves then.
 
-The libraries contain no OpenMP of their own. They are given the entry point of the runtime that torch runs on
-(:func:`parallel_entry`), so that one pool of threads serves both.
+The libraries contain no threads of their own: they are handed the entry of one team (``kimicore.kernels.team``).
 """
 
 from __future__ import annotations
@@ -27,15 +26,14 @@ from pathlib import Path
 from threading import Lock
 from typing import Final
 
-import torch
 from attrs import frozen
 
-__all__ = ["NativeLibrary", "build_library", "cache_folder", "compile_all", "load_library", "parallel_entry"]
+__all__ = ["NativeLibrary", "build_library", "cache_folder", "compile_all", "load_library"]
 
 COMPILE_LIMIT_S: Final = 120.0
 # No contraction: a multiply and an add are fused where the source says so, and nowhere else (see simd.h).
 FLAGS: Final = (
-    *("-std=c++17", "-O3", "-fPIC", "-shared"),
+    *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-strict-aliasing"),
 )
 _TUNING: Final = {
@@ -197,20 +195,3 @@ def compile_all(sources: Sequence[Path]) -> None:
     """Compile what is not in the cache yet, two at a time: the first start of a machine takes half as long."""
     with ThreadPoolExecutor(max_workers=2) as pool:
         list(pool.map(build_library, sources))
-
-
-@lru_cache(maxsize=1)
-def parallel_entry() -> int | None:
-    """Return the address of ``GOMP_parallel`` in the OpenMP runtime that torch uses, or None.
-
-    It is looked up in torch's own library and what that depends on, so that it is torch's runtime whatever its
-    file is called and whichever others the process has loaded (LLVM's and Intel's offer this entry as well).
-    """
-    folder = Path(torch.__file__).parent / "lib"
-    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
-        try:
-            library = ctypes.CDLL(str(folder / name), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-            return ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value
-        except (OSError, AttributeError):
-            continue
-    return None

@@ -10,7 +10,7 @@ import torch
 from attrs import evolve, field, frozen
 
 from kimicore.errors import ConfigError
-from kimicore.kernels.build import compile_all, parallel_entry
+from kimicore.kernels.build import compile_all
 from kimicore.kernels.gated_act import native as native_gated_act
 from kimicore.kernels.gated_act import reference as reference_gated_act
 from kimicore.kernels.gumbel import GumbelOp
@@ -27,6 +27,7 @@ from kimicore.kernels.rms_norm import native as native_rms_norm
 from kimicore.kernels.rms_norm import reference as reference_rms_norm
 from kimicore.kernels.rotary_write import native as native_rotary
 from kimicore.kernels.rotary_write import reference as reference_rotary
+from kimicore.kernels.team.native import parallel_entry
 from kimicore.kernels.trial import TRIALS
 
 __all__ = ["OpOrigin", "Ops", "describe", "select_ops"]
@@ -123,7 +124,7 @@ def select_ops(device: str, dtype: torch.dtype, *, native: bool = True, shapes: 
     noise, noise_origin = _chosen("gumbel", native_gumbel.load, gumbel, dtype, native)
     origins = [linear_origin, norm_origin, rotary_origin, gated_origin, attention_origin, noise_origin]
     if native and parallel_entry() is None:
-        remark = "; on one thread, since torch's OpenMP runtime was not found"
+        remark = "; on one thread, since the team of threads could not be built"
         origins = [evolve(o, why=o.why + remark) if o.implementation == "native" else o for o in origins]
     return Ops(linear, norm, rotary, gated, attention, noise, origins=tuple(origins))
 

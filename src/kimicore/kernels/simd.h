@@ -276,12 +276,12 @@ struct Scratch {
   ~Scratch() { free(data); }
 };
 
-// Work shared among the threads of the process's one OpenMP runtime, whose entry is handed in by address: the kernels
-// are linked with none of their own. fn(data) runs on every thread; null runs it here alone.
-typedef void (*parallel_entry)(void (*fn)(void*), void* data, unsigned threads, unsigned flags);
+// Work shared among the threads of a team (team/team.cpp), whose entry is handed in by address. fn(data) runs on every
+// thread; null runs it here alone.
+typedef void (*parallel_entry)(void (*fn)(void*), void* data, unsigned threads);
 template <class F> KC_INLINE void on_threads(parallel_entry entry, int threads, F&& body) {
   void (*call)(void*) = [](void* data) { (*(typename std::remove_reference<F>::type*)data)(); };
-  if (entry && threads > 1) entry(call, (void*)&body, (unsigned)threads, 0);
+  if (entry && threads > 1) entry(call, (void*)&body, (unsigned)threads);
   else body();
 }
 

@@ -16,6 +16,7 @@ import sys
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import TextIO
@@ -223,11 +224,11 @@ def _environment(folder: Path) -> dict[str, str]:
 
 def _bytes_in(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except OSError:  # pip moves its files while they are counted
-            continue
+    # os.walk passes over folders that vanish under it (Path.rglob raises before Python 3.13): pip removes its own.
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):  # pip moves its files while they are counted
+                total += os.stat(os.path.join(place, name), follow_symlinks=False).st_size
     return total
 
 

@@ -17,6 +17,7 @@ WIDTH, HEIGHT = 640, 300
 LEFT, RIGHT, TOP, BOTTOM = 68, 16, 12, 46
 _INNER_W, _INNER_H = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 _MOST_POINTS = 600
+_SMALLEST = 1e-300
 
 
 @frozen
@@ -92,7 +93,8 @@ class _Axis:
     the picture."""
 
     def __init__(self, values: Sequence[float], start: float, end: float, *, tight: bool = False) -> None:
-        most = max([*values, 0.0]) or 1.0
+        most = max([*values, 0.0])
+        most = most if most >= _SMALLEST else 1.0  # less is drawn as nothing
         self.step = _round_step(most / 5)
         self.low = 0.0
         self.high = most if tight else max(self.step, math.ceil(most / self.step - 1e-9) * self.step)

@@ -35,7 +35,7 @@ class StepClock:
     """
 
     def __init__(self, runner: Runner, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._runner = runner
+        self.runner = runner
         self._clock = clock
         self._ended_s: float | None = None
         self.measurements: list[Measurement] = []
@@ -43,7 +43,7 @@ class StepClock:
     def run(self, step: BoundStep) -> StepResult:
         """Run the step."""
         begun_s = self._clock()
-        result = self._runner.run(step)
+        result = self.runner.run(step)
         now_s = self._clock()
         before_s, self._ended_s = self._ended_s, now_s
         if before_s is not None and begun_s - before_s <= PAUSE_S:
@@ -55,7 +55,7 @@ class StepClock:
 
     def close(self) -> None:
         """Close the runner inside."""
-        self._runner.close()
+        self.runner.close()
 
 
 @frozen
@@ -97,12 +97,12 @@ def fit_engine(
     :class:`~kimicore.ConfigError` for too few steps.
     """
     engine.open()
-    loop = engine._face.loop
+    loop = engine.face.loop
     config = engine.config
     chosen = list(calibration(config.max_batch_size, loop.context_tokens) if batches is None else batches)
     source = random.Random(seed)
-    clock = StepClock(loop._runner)
-    loop._runner = clock  # the engine rests, and takes it with its next step
+    clock = StepClock(loop.runner)
+    loop.runner = clock
     try:
         for turn in range(repeat):
             for at, batch in enumerate(chosen):
@@ -111,7 +111,7 @@ def fit_engine(
                 prompts = [[source.randrange(loop.vocab_tokens) for _ in range(length)] for length in batch.prompts]
                 engine.generate_many(prompts, max_tokens=batch.output_tokens, temperature=0.0, ignore_eos=True)
     finally:
-        loop._runner = clock._runner
+        loop.runner = clock.runner
     return robust_fit(clock.measurements)
 
 

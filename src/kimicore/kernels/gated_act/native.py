@@ -14,9 +14,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from kimicore.kernels.build import load_library, parallel_entry
+from kimicore.kernels.build import load_library
 from kimicore.kernels.gated_act import reference
 from kimicore.kernels.ops import GatedActOp
+from kimicore.kernels.team.native import parallel_entry
 
 __all__ = ["load"]
 

@@ -45,8 +45,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kimicore.kernels.build import load_library, parallel_entry
+from kimicore.kernels.build import load_library
 from kimicore.kernels.ops import LinearOp
+from kimicore.kernels.team.native import parallel_entry
 
 __all__ = ["ALL_ROWS", "load", "most_rows"]
 

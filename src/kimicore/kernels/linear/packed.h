@@ -8,6 +8,8 @@
 
 namespace {
 constexpr int64_t PACKED_ROWS = 32;       // from which packing is repaid
+constexpr int PLAIN_OUTS = 24;            // that few rows pass by at once: a multiple of each tile's outputs, ...
+constexpr int64_t PLAIN_BYTES = 256 << 10;  // ... or half as many where their weights are larger than this
 constexpr int64_t ROWS_BYTES = 4 << 20;   // of packed rows that weights pass by at once
 constexpr int PV = 2, PW = PV * W;        // vectors and results beside each other in a packed tile
 constexpr int PM = 6, PS = 8;             // rows of a packed tile, and the distance between their elements
@@ -35,9 +37,16 @@ KC_INLINE vf lanes_sums(const vf* s, int n) {
 #endif
 }
 
-// M rows from m by N outputs from o, multiplied where they lie; fetches the weights of the next N outputs if AHEAD.
-template <class T, int M, int N, bool AHEAD>
-void plain_tile(const Call& c, const float* rows, int64_t stride, int64_t m, int64_t o) {
+// What a tile asks memory for while it computes: nothing, the weights of the next outputs, or `step` bytes of a run at a time.
+enum Ahead { NOTHING, NEXT, RUN };
+struct Run {
+  const char* at;
+  int64_t step;
+};
+
+// M rows from m by N outputs from o, multiplied where they lie.
+template <class T, int M, int N, Ahead AHEAD>
+void plain_tile(const Call& c, const float* rows, int64_t stride, int64_t m, int64_t o, Run run) {
   const float* x = rows + m * stride;
   const T* w = (const T*)c.weight + o * c.weight_row;
   vf sum[M * N] = {};
@@ -46,10 +55,14 @@ void plain_tile(const Call& c, const float* rows, int64_t stride, int64_t m, int
     vf a[M];
 #pragma GCC unroll 8
     for (int i = 0; i < M; i++) a[i] = load(x + i * stride + k);
+    if (AHEAD == RUN) {
+      __builtin_prefetch(run.at, 0, 2);
+      run.at += run.step;
+    }
 #pragma GCC unroll 8
     for (int j = 0; j < N; j++) {
       const vf b = load(w + j * c.weight_row + k);
-      if (AHEAD) __builtin_prefetch(w + (N + j) * c.weight_row + k, 0, 2);
+      if (AHEAD == NEXT) __builtin_prefetch(w + (N + j) * c.weight_row + k, 0, 2);
 #pragma GCC unroll 8
       for (int i = 0; i < M; i++) sum[i * N + j] = fma(a[i], b, sum[i * N + j]);
     }
@@ -72,26 +85,35 @@ void plain_tile(const Call& c, const float* rows, int64_t stride, int64_t m, int
       narrow(whole[i * N + j] + (c.bias ? widen(((const T*)c.bias)[o + j]) : 0.f), y + i * c.outs + j);
 }
 template <class T, int M>
-void plain_columns(const Call& c, const float* x, int64_t stride, int64_t m, int64_t first, int64_t last, bool ahead) {
+void plain_columns(const Call& c, const float* x, int64_t stride, int64_t m, int64_t first, int64_t last, Ahead ahead, Run run) {
   constexpr int N = M == 1 ? 8 : M == 2 ? 6 : M == 3 ? 4 : 3;  // as many sums as the registers hold
   int64_t o = first;
-  for (; ahead && o + 2 * N <= c.outs && o + N <= last; o += N) plain_tile<T, M, N, true>(c, x, stride, m, o);
-  for (; o + N <= last; o += N) plain_tile<T, M, N, false>(c, x, stride, m, o);
-  for (; o < last; o++) plain_tile<T, M, 1, false>(c, x, stride, m, o);
+  if (ahead == RUN) {
+    run.step *= N;
+    for (; o + N <= last; o += N, run.at += run.step * (c.depth / W)) plain_tile<T, M, N, RUN>(c, x, stride, m, o, run);
+  }
+  for (; ahead == NEXT && o + 2 * N <= c.outs && o + N <= last; o += N) plain_tile<T, M, N, NEXT>(c, x, stride, m, o, run);
+  for (; o + N <= last; o += N) plain_tile<T, M, N, NOTHING>(c, x, stride, m, o, run);
+  for (; o < last; o++) plain_tile<T, M, 1, NOTHING>(c, x, stride, m, o, run);
 }
-// Outputs [first, last) of few rows: in tiles of nearly equal size, which all pass by some outputs before the next.
+// Outputs [first, last) of few rows: in tiles of nearly equal size, which all pass by some outputs before the next. Each
+// tile fetches its share of the outputs after those, so that memory is never waited for nor idle.
 template <class T> void plain_range(const Call& c, const float* x, int64_t stride, int64_t first, int64_t last) {
-  const int64_t tiles = (c.rows + 3) / 4;
-  for (int64_t o = first; o < last; o += 24) {
-    const int64_t stop = std::min(last, o + 24);
+  const int64_t tiles = (c.rows + 3) / 4, row_bytes = std::max<int64_t>(c.depth, 1) * sizeof(T);
+  const int64_t outs = row_bytes * PLAIN_OUTS > PLAIN_BYTES ? PLAIN_OUTS / 2 : PLAIN_OUTS;
+  for (int64_t o = first; o < last; o += outs) {
+    const int64_t stop = std::min(last, o + outs);
+    const bool more = stop + outs <= last && c.weight_row == c.depth;
     for (int64_t t = 0; t < tiles; t++) {
       const int64_t m = c.rows * t / tiles;
-      const bool ahead = t == 0 && (c.rows > 1 || sizeof(T) == 2);  // one row of float32 is read as fast as memory gives it
+      const bool one = c.rows == 1 && sizeof(T) == 4;  // is read as fast as memory gives it
+      const Ahead ahead = tiles > 1 && more ? RUN : t == 0 && !one ? NEXT : NOTHING;
+      const Run run{(const char*)c.weight + (stop + outs * t / tiles) * row_bytes, (int64_t)(W * sizeof(T)) / tiles};
       switch (c.rows * (t + 1) / tiles - m) {
-        case 1: plain_columns<T, 1>(c, x, stride, m, o, stop, ahead); break;
-        case 2: plain_columns<T, 2>(c, x, stride, m, o, stop, ahead); break;
-        case 3: plain_columns<T, 3>(c, x, stride, m, o, stop, ahead); break;
-        case 4: plain_columns<T, 4>(c, x, stride, m, o, stop, ahead); break;
+        case 1: plain_columns<T, 1>(c, x, stride, m, o, stop, ahead, run); break;
+        case 2: plain_columns<T, 2>(c, x, stride, m, o, stop, ahead, run); break;
+        case 3: plain_columns<T, 3>(c, x, stride, m, o, stop, ahead, run); break;
+        case 4: plain_columns<T, 4>(c, x, stride, m, o, stop, ahead, run); break;
       }
     }
   }

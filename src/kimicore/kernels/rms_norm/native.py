@@ -23,9 +23,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kimicore.kernels.build import load_library, parallel_entry
+from kimicore.kernels.build import load_library
 from kimicore.kernels.ops import RmsNormOp
 from kimicore.kernels.rms_norm import reference
+from kimicore.kernels.team.native import parallel_entry
 
 __all__ = ["load"]
 

@@ -15,9 +15,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kimicore.kernels.build import load_library, parallel_entry
+from kimicore.kernels.build import load_library
 from kimicore.kernels.ops import RotaryWriteOp
 from kimicore.kernels.rotary_write import reference
+from kimicore.kernels.team.native import parallel_entry
 
 __all__ = ["load"]
 

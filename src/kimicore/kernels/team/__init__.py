@@ -1,0 +1,1 @@
+"""The threads that native kernels run on."""
