@@ -271,7 +271,7 @@ class ModuleView:
     """A module with weights as a precision map sees it.
 
     ``name``: dotted, such as ``"layers.3.mlp.down_proj"``. ``kind``: "attention", "ffn", "embedding", "norm" or "head".
-    ``shape``: of its weight, (outputs, inputs), or (size,) of a norm.
+    ``shape``: of its weight, (outputs, inputs), or (size,) of a norm or a bias.
     """
 
     name: str

@@ -13,7 +13,7 @@ from rig import Rig, kv_class
 from kimicore.errors import ConfigError
 from kimicore.ledger import Ledger
 from kimicore.plugins import KINDS, resolve
-from kimicore.policies.eviction.reuse import CLASSES, ReuseRates
+from kimicore.policies.eviction.reuse import CLASSES, ReuseRates, mean_use_s
 from kimicore.prefix import BlockKeys, KeyContext
 from kimicore.slabs import slab_layout
 
@@ -52,6 +52,42 @@ def test_what_was_used_often_stays_longer():
     state.touched(b"c", 3.0)
     state.touched(b"a", 3.0)
     assert order(state, 3, 4.0) == [b"c", b"b", b"a"]
+
+
+def test_of_equally_many_uses_the_faster_ones_stay_longer():
+    """Of blocks used three times each, the one whose turns came fast stays, although the slow one's last is later."""
+    state = started()
+    uses = [(at, b"slow") for at in (0.0, 500.0, 1000.0)] + [(at, b"fast") for at in (980.0, 989.0, 998.0)]
+    seen: set[bytes] = set()
+    for now_s, name in sorted(uses):
+        if name in seen:
+            state.touched(name, now_s)
+        else:
+            state.added(name, None, 0, now_s)
+        seen.add(name)
+    assert order(state, 2, 1001.0) == [b"slow", b"fast"]
+
+
+@given(
+    gaps=st.lists(st.floats(0.001, 1e5), min_size=1, max_size=80),
+    pick=st.integers(0, 79),
+    share=st.floats(0, 1),
+    half_life_s=st.sampled_from([0.5, 300.0, 1e5]),
+)
+def test_a_later_use_never_makes_the_mean_earlier(gaps: list[float], pick: int, share: float, half_life_s: float):
+    """The mean of the uses rises with each of their times, and is never past the last one."""
+    times = [sum(gaps[: at + 1]) for at in range(len(gaps))]
+    later = list(times)
+    pick %= len(times)
+    later[pick] += share * (times[pick + 1] - times[pick] if pick + 1 < len(times) else 1000.0)
+    means = []
+    for uses in (times, later):
+        activity, used_s = 0.0, uses[0]
+        for at in uses:
+            activity, used_s = 1.0 + activity * 2.0 ** ((used_s - at) / half_life_s), at
+        means.append(mean_use_s(len(uses), activity, used_s, half_life_s))
+        assert means[-1] <= used_s
+    assert means[0] <= means[1] + 1e-6 * half_life_s
 
 
 def test_a_block_that_comes_back_resumes_its_score():
@@ -125,7 +161,7 @@ def test_worth_falls_with_age_whatever_was_learned(events: list[tuple[int, float
         if comes_back and waiting:
             old_kind, used_s = waiting.pop(0)
             rates.used(old_kind, used_s, now_s)
-        rates.waits(kind)
+        rates.waits(kind, now_s)
         waiting.append((kind, now_s))
     for _ in range(16 * 9):
         rates.request(now_s)

@@ -11,6 +11,7 @@ from attrs import field, fields, frozen
 from torch import Tensor
 
 from kimicore.errors import ModelLoadError
+from kimicore.model.modules import modules_of
 from kimicore.model.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -58,28 +59,13 @@ class ModelWeights:
     layers: tuple[LayerWeights, ...] = field(repr=False)
 
 
-def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of one layer by name within the layer."""
-    hidden, inner, dim = spec.hidden_size, spec.intermediate_size, spec.head_dim
-    rows = {"q": spec.heads * dim, "k": spec.kv_heads * dim, "v": spec.kv_heads * dim}
-    shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)}
-    for part, count in rows.items():
-        shapes[f"self_attn.{part}_proj.weight"] = (count, hidden)
-        if spec.qkv_bias:
-            shapes[f"self_attn.{part}_proj.bias"] = (count,)
-    shapes["self_attn.o_proj.weight"] = (hidden, rows["q"])
-    if spec.output_bias:
-        shapes["self_attn.o_proj.bias"] = (hidden,)
-    if spec.qk_norm:
-        shapes |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
-    for part, shape in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
-        shapes[f"mlp.{part}_proj.weight"] = shape
-        if spec.mlp_bias:
-            shapes[f"mlp.{part}_proj.bias"] = shape[:1]
-    shapes["post_attention_layernorm.weight"] = (hidden,)
-    if spec.sandwich_norm:
-        shapes |= {f"{where}_feedforward_layernorm.weight": (hidden,) for where in ("pre", "post")}
-    return shapes
+def _shapes(spec: ModelSpec, prefix: str) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of the model by name, but for the tables of the vocabulary, which may have more rows."""
+    return {
+        prefix + (one.name if one.name.endswith(".bias") else f"{one.name}.weight"): one.shape
+        for one in modules_of(spec)
+        if one.kind not in ("embedding", "head")
+    }
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -89,9 +75,7 @@ def _listed(names: Iterable[str]) -> str:
 
 def _check(spec: ModelSpec, source: WeightSource, prefix: str, names: set[str], head: str | None) -> None:
     """Refuse missing, unexpected and wrongly shaped tensors before any of them is read."""
-    shapes: dict[str, tuple[int, ...]] = {f"{prefix}norm.weight": (spec.hidden_size,)}
-    for index in range(len(spec.layers)):
-        shapes |= {f"{prefix}layers.{index}.{name}": shape for name, shape in _layer_shapes(spec).items()}
+    shapes = _shapes(spec, prefix)
     tables = {f"{prefix}embed_tokens.weight"} | ({head} if head else set())
     missing = (shapes.keys() | tables) - names
     if not spec.tied and head is None:

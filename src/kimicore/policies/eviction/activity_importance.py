@@ -12,13 +12,14 @@ from attrs import define, frozen
 from kimicore.contracts import BlockKey
 from kimicore.errors import ConfigError
 from kimicore.policies.eviction.candidates import Candidates
-from kimicore.policies.eviction.reuse import CLASSES, ReuseRates, class_of
+from kimicore.policies.eviction.reuse import CLASSES, ReuseRates, class_of, mean_use_s
 
 __all__ = ["ActivityImportance"]
 
 LEAST_IMPORTANCE = 2.0**-20  # a block without any attention still has an order in time
 
 _First = tuple[float, float, int, int]  # worth, time, entry, class
+_Used = tuple[BlockKey, BlockKey | None, int, float]  # key, parent, uses, activity
 
 
 @frozen
@@ -26,14 +27,15 @@ class ActivityImportance:
     """Drops the block with the lowest activity times importance.
 
     *Activity* is the rate, in uses per second, at which blocks like this one come back, and it decays while a block is
-    not used. What is like it: blocks that were used as often, by a request with as many new blocks, as long ago. The
-    rates begin as those of chat traffic, with a half-life of ``half_life_s`` seconds, and are learned from the traffic
-    itself, what came back too late included (see :class:`~kimicore.policies.eviction.reuse.ReuseRates`). Of two blocks
-    with the same history the one used later never goes first.
+    not used. What is like it: blocks that were used as often, by a request with as many new blocks, as long ago in the
+    mean of their uses, of which one counts half of one ``half_life_s`` seconds later. The rates begin as those of chat
+    traffic, and are learned from the traffic itself, what came back too late included (see
+    :class:`~kimicore.policies.eviction.reuse.ReuseRates`). Of two blocks used equally often, each time by requests of
+    one size, the one whose uses are later never goes first.
 
     *Importance* is the mean attention that a block's positions get, 1.0 where nobody tells. What is told is averaged
     exponentially: the newest value counts ``importance_weight`` (over 0, up to 1). A block of twice the importance is
-    treated as one that was used ``half_life_s`` later.
+    treated as one whose uses were ``half_life_s`` later.
 
     ``learn_half_life_s``: after so many seconds what was learned counts half beside what is new. Raises ConfigError
     for a value out of range.
@@ -62,14 +64,17 @@ class _Block:
     """What is known of a block that is cached, or that left and stands for its run.
 
     A *run* is a stretch of one request's blocks that were used equally often. They share their fate, so its last block
-    alone is learned from and remembered; it ``speaks`` for the others. ``used_s``: the last use. ``event``: that one's
-    number, of which a leaf has a lower one than its root; 0 once the block left. ``late_s``: by how much its importance
-    makes the last use count as later. ``entry``: number of its entry in a queue that is not outdated; 0: it has none.
+    alone is learned from and remembered; it ``speaks`` for the others. ``used_s``: the last use. ``activity``: the
+    uses up to that one, the earlier ones faded. ``mean_s``: the mean of their times. ``event``: number of the last use,
+    of which a leaf has a lower one than its root; 0 once the block left. ``late_s``: by how much its importance makes
+    its uses count as later. ``entry``: number of its entry in a queue that is not outdated; 0: it has none.
     """
 
     key: BlockKey
     uses: int = 0
     used_s: float = 0.0
+    activity: float = 0.0
+    mean_s: float = 0.0
     event: int = 0
     kind: int = 0
     speaks: bool = False
@@ -131,7 +136,7 @@ class ActivityImportanceState(Candidates):
             self._ghosts[key] = block
             if len(self._ghosts) > self._ghost_blocks:
                 key, block = self._ghosts.popitem(last=False)
-                self._rates.forgotten(block.kind, block.used_s)
+                self._rates.forgotten(block.kind, block.mean_s)
                 self._forget(block)
         else:
             self._forget(block)
@@ -164,24 +169,24 @@ class ActivityImportanceState(Candidates):
         self._request = []
         rates, blocks = self._rates, self._blocks
         rates.request(now_s)
-        uses = []
+        used: list[_Used] = []
         least = new_blocks = 0
-        for key, _ in request:
+        activity = 0.0
+        for key, parent in request:
             block = blocks.get(key)
             if block is not None:
                 least = max(least, block.uses)  # whoever used a block used those before it as well
+                activity = max(activity, block.activity * 2.0 ** ((block.used_s - now_s) / self._half_life_s))
                 if block.speaks:
-                    rates.used(block.kind, block.used_s, now_s)
-            uses.append(least + 1 if block is not None or least else 1)
-            new_blocks += uses[-1] == 1
-        self._take_in(request, uses, new_blocks, now_s)
+                    rates.used(block.kind, block.mean_s, now_s)
+            used.append((key, parent, least + 1, activity + 1.0))
+            new_blocks += not least
+        self._take_in(used, new_blocks, now_s)
         self._tidy()
 
-    def _take_in(
-        self, request: Sequence[tuple[BlockKey, BlockKey | None]], uses: Sequence[int], new_blocks: int, now_s: float
-    ) -> None:
+    def _take_in(self, used: Sequence[_Used], new_blocks: int, now_s: float) -> None:
         run = 0  # how often the blocks of the current run were used
-        for at, (key, parent) in enumerate(request):
+        for at, (key, parent, uses, activity) in enumerate(used):
             block = self._blocks.get(key)
             if block is None:
                 block = self._blocks[key] = _Block(key)
@@ -189,16 +194,16 @@ class ActivityImportanceState(Candidates):
                 del self._ghosts[key]
             self._aside.pop(key, None)
             self._parent[key] = parent
-            last = not at and len(request) > 1
-            block.kind = class_of(uses[at], new_blocks, last)
-            block.uses = uses[at]
-            block.used_s = now_s
+            last = not at and len(used) > 1
+            block.kind = class_of(uses, new_blocks, last)
+            block.uses, block.activity, block.used_s = uses, activity, now_s
+            block.mean_s = mean_use_s(uses, activity, now_s, self._half_life_s)
             self._events += 1
             block.event = self._events
-            block.speaks = uses[at] != run
+            block.speaks = uses != run
             if block.speaks:
-                self._rates.waits(block.kind)
-            run = 0 if last and uses[at] == 1 else uses[at]  # the last block's fate is its own
+                self._rates.waits(block.kind, block.mean_s)
+            run = 0 if last and uses == 1 else uses  # the last block's fate is its own
             self._push(block)
 
     # ------------------------------------------------------------ who goes
@@ -278,7 +283,7 @@ class ActivityImportanceState(Candidates):
     def _push(self, block: _Block) -> None:
         self._entry += 1
         block.entry = self._entry
-        entry = (block.used_s + block.late_s, block.event, self._entry, block)
+        entry = (block.mean_s + block.late_s, block.event, self._entry, block)
         queue = self._queues[block.kind]
         if not queue or entry > queue[-1]:
             queue.append(entry)

@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from itertools import pairwise
 
-__all__ = ["CLASSES", "ReuseRates", "class_of"]
+__all__ = ["CLASSES", "ReuseRates", "class_of", "mean_use_s"]
 
 # Classes: by how often a block was used, and by how many new blocks the request brought that used it last.
 _USES = (1, 2, 3, 4, 6, 9, 16, 64)  # from so many uses on
@@ -17,19 +17,25 @@ _GROUPS = _LAST + 1
 CLASSES = _GROUPS * _SIZES
 _SHARED = 6  # the groups from here up to _LAST are shared by many, and say nothing about the traffic's pace
 
-# What is assumed before anything is seen: uses per second of a block used just now, by uses and by new blocks. From the
-# first half of the conversation trace of Mooncake (FAST 2025), smoothed; only their proportions matter for long.
-_ASSUMED = (0.0026, 0.0030, 0.0040, 0.0050, 0.0065, 0.010, 0.021, 0.2, 0.00026)
-_ASSUMED_BY_SIZE = (1.15, 1.0, 1.07, 0.77, 0.60, 0.55, 0.55, 0.46, 0.41)
+# What is assumed before anything is seen: uses per second of a block whose uses are just now, by uses, and by what they
+# are multiplied with new blocks. From the first half of the conversation trace of Mooncake (FAST 2025), smoothed; only
+# their proportions matter for long. A second use by a request that brings much is rather a shared start than a turn.
+_ASSUMED = (0.0015, 0.0030, 0.0045, 0.0079, 0.0147, 0.0264, 0.0576, 0.25, 0.00012)
+_ASSUMED_BY_SIZE = (
+    (2.0, 2.0, 1.75, 1.2, 1.05, 0.85, 0.8, 0.75, 0.6),
+    (1.1, 1.3, 1.2, 0.7, 0.45, 0.45, 0.4, 0.35, 0.35),
+    (1.0, 1.0, 1.0, 1.0, 0.6, 0.7, 0.7, 0.8, 0.8),
+    *((1.0,) * _SIZES,) * (_GROUPS - 3),
+)
 
-# Ages: seconds since the last use, two classes for each doubling.
+# Ages: seconds since the mean use, two classes for each doubling.
 _EDGES_S = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096)
 _AGES = len(_EDGES_S) + 1
 _WIDTHS_S = tuple(high - low for low, high in pairwise((0, *_EDGES_S, 8192)))
 _MIDDLES_S = tuple((low + high) / 2 for low, high in pairwise((0, *_EDGES_S, 8192)))
 
 # How many uses an assumption weighs: on a group of classes, on an age, on one class.
-_GROUP_WEIGHT, _AGE_WEIGHT, _CLASS_WEIGHT = 2.0, 8.0, 6.0
+_GROUP_WEIGHT, _AGE_WEIGHT, _CLASS_WEIGHT = 16.0, 64.0, 48.0
 _TICK_S = 1.0
 _REQUESTS = 16  # so many requests after one group of classes was worked out the next one's turn comes
 
@@ -43,16 +49,27 @@ def class_of(uses: int, new_blocks: int, last: bool) -> int:
     return group * _SIZES + bisect_right(_NEW_BLOCKS, new_blocks)
 
 
+def mean_use_s(uses: int, activity: float, used_s: float, half_life_s: float) -> float:
+    """Return the mean time of a block's uses, in which one use counts half of one that is ``half_life_s`` later.
+
+    ``activity``: the uses up to the last one at ``used_s``, each halved for every half-life before it. Any use that is
+    later makes the mean later. It is divided by no more uses than begin the last group, and never past the last use.
+    """
+    return used_s + half_life_s * min(math.log2(activity / min(uses, _USES[-1])), 0.0)
+
+
 class ReuseRates:
     """Estimates for each class and age how many uses a second a block gets, falling with age.
 
+    A block's age is told from the mean time of its uses (:func:`mean_use_s`), so that few fast turns weigh like more
+    slow ones; ``half_life_s`` is the one of that mean, and the one with which an assumed rate falls.
     It counts uses, and for how many seconds blocks of each class and age waited for one. The ratio is drawn towards
     that of the class's group, of its size over all groups, and of all, and these towards what is assumed, by the weight
     of a few uses. Blocks that are not used again weigh in while they wait, so the counts need not know how it ends.
 
     From the rates at each age follows what keeping a block is worth: of all spans from now on the best ratio of uses to
     seconds kept. It is made to fall with age by pooling neighbours (isotonic regression), because within a class the
-    one used longest ago goes first: seconds in which few come back count against those who wait for later ones.
+    one with the oldest mean use goes first: seconds in which few come back count against those who wait for later ones.
     """
 
     def __init__(self, half_life_s: float, learn_half_life_s: float) -> None:
@@ -62,8 +79,8 @@ class ReuseRates:
         self._waited_s = [[0.0] * _AGES for _ in range(CLASSES)]
         self._uses_total = [0.0] * CLASSES
         self._expected = [0.0] * CLASSES  # uses that were to come by what is assumed
-        self._base = [_ASSUMED[one // _SIZES] * _ASSUMED_BY_SIZE[one % _SIZES] for one in range(CLASSES)]
-        # Who waits: blocks by class, in spans by last use that get coarser with age. A span ends where the next begins.
+        self._base = [_ASSUMED[one // _SIZES] * _ASSUMED_BY_SIZE[one // _SIZES][one % _SIZES] for one in range(CLASSES)]
+        # Who waits: blocks by class, in spans by mean use that get coarser with age. A span ends where the next begins.
         self._starts_s = [0.0]
         self._waiting: list[dict[int, int]] = [{}]
         self._ticked_s: float | None = None
@@ -74,7 +91,7 @@ class ReuseRates:
             self._work_out(group)
 
     def worth(self, kind: int, age_s: float) -> float:
-        """Return what keeping a block of class ``kind`` is worth, ``age_s`` seconds after its last use (0 or more)."""
+        """Return what keeping a block of class ``kind`` is worth, ``age_s`` seconds after its mean use (0 or more)."""
         return self.rows[kind][bisect_right(_EDGES_S, age_s)]
 
     # ------------------------------------------------------------ what happens
@@ -92,28 +109,31 @@ class ReuseRates:
             self._fade(group, now_s)
             self._work_out(group)
 
-    def waits(self, kind: int) -> None:
-        """Count a block that was used just now."""
-        newest = self._waiting[-1]
-        newest[kind] = newest.get(kind, 0) + 1
+    def waits(self, kind: int, mean_s: float) -> None:
+        """Count a block that was used just now; ``mean_s``: its mean use."""
+        waiting = self._span(mean_s)
+        waiting[kind] = waiting.get(kind, 0) + 1
 
-    def used(self, kind: int, used_s: float, now_s: float) -> None:
-        """Count the next use of a block that was used at ``used_s``."""
-        self.forgotten(kind, used_s)
-        age = bisect_right(_EDGES_S, now_s - used_s)
+    def used(self, kind: int, mean_s: float, now_s: float) -> None:
+        """Count the next use of a block whose mean use was at ``mean_s``."""
+        self.forgotten(kind, mean_s)
+        age = bisect_right(_EDGES_S, now_s - mean_s)
         self._uses[kind][age] += 1.0
         self._uses_total[kind] += 1.0
         if not age:  # shorter than a tick: nobody has counted its seconds
             self._waited_s[kind][0] += 0.5 * _TICK_S
             self._expected[kind] += 0.5 * _TICK_S * self._base[kind] * self._fading[0]
 
-    def forgotten(self, kind: int, used_s: float) -> None:
-        """Count a block no more that was used at ``used_s``."""
-        waiting = self._waiting[max(bisect_right(self._starts_s, used_s) - 1, 0)]
+    def forgotten(self, kind: int, mean_s: float) -> None:
+        """Count a block no more whose mean use was at ``mean_s``."""
+        waiting = self._span(mean_s)
         if waiting[kind] > 1:
             waiting[kind] -= 1
         else:
             del waiting[kind]
+
+    def _span(self, mean_s: float) -> dict[int, int]:
+        return self._waiting[max(bisect_right(self._starts_s, mean_s) - 1, 0)]
 
     # ------------------------------------------------------------ counting
 
