@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import isfinite
 
 from kimicore.contracts import BatchingState, Padding, Ranking, StepCost, StepView
-from kimicore.guard import PolicyFaults
+from kimicore.guard import RAISED, PolicyFaults
 from kimicore.policies.batching.fcfs import in_order
 from kimicore.types import Shape
 
@@ -20,14 +20,14 @@ def ranked(view: StepView, batching: BatchingState, cost: StepCost, faults: Poli
         faults.begin("rank()")
         try:
             ranking = batching.rank(view, cost)
-        except Exception as error:
+        except RAISED as error:
             faults.end()
             faults.note("rank() answers without raising", error)
         else:
             if faults.end():
                 try:
                     wrong = _fault_of(view, ranking)
-                except Exception as error:
+                except RAISED as error:
                     faults.note("rank() answers with a Ranking", error)
                 else:
                     if not wrong:
@@ -68,7 +68,7 @@ def padded(padding: Padding, tokens: int, rows: int, blocks: int, faults: Policy
                 faults.note(f"shape() stays near what it is given: ({tokens}, {rows}, {blocks}) became {shape}")
             elif in_time:
                 return shape
-        except Exception as error:
+        except RAISED as error:
             faults.end()
             faults.note("shape() answers without raising", error)
     return Shape(tokens, rows, blocks)

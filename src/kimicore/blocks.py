@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 
 from kimicore.contracts import BlockKey, EvictionState
-from kimicore.guard import PolicyFaults
+from kimicore.guard import RAISED, PolicyFaults
 from kimicore.prefix import PrefixIndex
 from kimicore.slabs import Slabs
 
@@ -137,7 +137,7 @@ class Blocks:
         faults.begin(what)
         try:
             method(*arguments)
-        except Exception as error:
+        except RAISED as error:
             faults.note(f"{what} never raises", error)
         faults.end()
 
@@ -193,7 +193,7 @@ class Blocks:
         faults.begin("victims()")
         try:
             named = list(islice(self.policy.victims(count, self._asker(below, taken), now_s), count))
-        except Exception as error:
+        except RAISED as error:
             faults.end()
             faults.note("victims() never raises", error)
             return []

@@ -183,6 +183,10 @@ class EvictionState(Protocol):
     """A running eviction policy over the blocks of one cache (one KV class). State is bounded; the same events give the
     same answers.
 
+    Its blocks stand in one order: those named when few are asked for are the first of those named for many. Of two
+    blocks with the same history the one used later is never named first, and a block that was told a higher importance,
+    all else being equal, is never named earlier.
+
     Each use of a block is told once, when the request lets go of it, from the end of its sequence to the start: a
     root is always more recent than its leaves.
     """
@@ -209,8 +213,9 @@ class EvictionState(Protocol):
         ...
 
     def victims(self, count: int, evictable: Callable[[BlockKey], bool], now_s: float) -> Sequence[BlockKey]:
-        """Return up to ``count`` distinct blocks to drop, least worthy first; each must be ``evictable`` once the
-        ones before it in the list are gone (a leaf goes before its root).
+        """Return ``count`` distinct blocks to drop (fewer only where there are fewer), least worthy first; each must be
+        ``evictable`` once the ones before it in the list are gone (a leaf goes before its root). What is named beyond
+        ``count`` is not looked at.
 
         ``evictable(key)`` says whether nobody holds the block and no cached block follows it other than those it has
         said yes to during this call: ask in the order in which the blocks would go, and name those it says yes to.

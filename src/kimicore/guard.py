@@ -14,10 +14,12 @@ import traceback
 from collections.abc import Sequence
 from time import perf_counter
 
-__all__ = ["FAULT_LIMIT", "PolicyFaults", "Watchdog"]
+__all__ = ["FAULT_LIMIT", "RAISED", "PolicyFaults", "Watchdog"]
 
 _log = logging.getLogger("kimicore")
 
+RAISED = (Exception, SystemExit, GeneratorExit)
+"""What a policy may raise without harm to anybody else; an interrupt is the user's."""
 FAULT_LIMIT = 16
 """Faults after which a policy is set aside, where nothing else is said."""
 

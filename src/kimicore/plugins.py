@@ -18,7 +18,7 @@ from typing import Any
 
 from kimicore.config import EngineConfig
 from kimicore.errors import ConfigError, PluginError
-from kimicore.guard import PolicyFaults
+from kimicore.guard import RAISED, PolicyFaults
 
 __all__ = ["KINDS", "built_in", "faults_of", "known", "resolve", "started"]
 
@@ -56,6 +56,11 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
     "precision": ("rules",),
 }
 
+_STATE_NEEDS: Mapping[str, tuple[str, ...]] = {
+    "batching": ("rank",),
+    "eviction": ("added", "touched", "removed", "importance", "victims"),
+}
+
 
 def resolve(kind: str, name: str, settings: Mapping[str, Any] | None = None) -> Any:
     """Return the policy ``name`` of ``kind`` ("batching", "eviction", "padding", "precision"), made with ``settings``.
@@ -78,7 +83,7 @@ def resolve(kind: str, name: str, settings: Mapping[str, Any] | None = None) -> 
     where = f"{kind}={name!r} ({target}, {origin})"
     try:
         maker = _load(target)
-    except Exception as error:
+    except RAISED as error:
         raise PluginError(f"{where} cannot be used: {error!r}") from error
     return _made(kind, name, where, maker, dict(settings or {}))
 
@@ -95,13 +100,20 @@ def _made(kind: str, name: str, where: str, maker: Any, settings: dict[str, Any]
         policy = maker(**settings)
     except ConfigError as error:
         raise ConfigError(f"policy.{kind}: {error}") from error
-    except Exception as error:
+    except RAISED as error:
         given = f" with {settings}" if settings else ""
         raise PluginError(f"{where} cannot be made{given}: {error!r}") from error
-    missing = [one for one in ("name", *_NEEDS[kind]) if not hasattr(policy, one)]
-    if missing or isinstance(policy, type):
-        lacks = ", ".join(missing) or "an instance: calling it gives a class"
-        raise PluginError(f"{where} is no {kind} policy: it lacks {lacks}")
+    try:
+        missing = [one for one in ("name", *_NEEDS[kind]) if not hasattr(policy, one)]
+        if missing or isinstance(policy, type):
+            lacks = ", ".join(missing) or "an instance: calling it gives a class"
+            raise PluginError(f"{where} is no {kind} policy: it lacks {lacks}")
+        if not isinstance(policy.name, str):
+            raise PluginError(f"{where} is no {kind} policy: its name={policy.name!r} is no text")
+    except PluginError:
+        raise
+    except RAISED as error:
+        raise PluginError(f"{where} cannot be used: it does not tell its name and methods: {error!r}") from error
     return policy
 
 
@@ -122,13 +134,22 @@ def _near(kind: str, name: str) -> str:
 
 
 def started(kind: str, policy: Any, *arguments: Any) -> Any:
-    """Return ``policy.start(...)``; raises :class:`~kimicore.PluginError` that names the policy where that raises."""
+    """Return ``policy.start(...)``; raises :class:`~kimicore.PluginError` that names the policy where that raises, or
+    answers with no state.
+    """
     try:
-        return policy.start(*arguments)
+        state = policy.start(*arguments)
+        missing = [one for one in _STATE_NEEDS[kind] if not callable(getattr(state, one, None))]
     except ConfigError:
         raise
-    except Exception as error:
+    except RAISED as error:
         raise PluginError(f"{kind}={policy.name!r}: start() failed: {error!r}") from error
+    if missing:
+        raise PluginError(
+            f"{kind}={policy.name!r}: start() gave no {kind} state but a {type(state).__name__}: "
+            f"it lacks {', '.join(missing)}"
+        )
+    return state
 
 
 def faults_of(kind: str, name: str, config: EngineConfig) -> PolicyFaults:

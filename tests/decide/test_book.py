@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import random
-import weakref
 
 import pytest
 from bad_policies import BadEviction
@@ -12,7 +10,6 @@ from rig import Rig, kv_class, prompt_of
 
 from kimicore.errors import Overloaded, RequestFailed, RequestTimeout
 from kimicore.guard import PolicyFaults
-from kimicore.requests import Request
 from kimicore.sampling_params import SamplingParams
 from kimicore.types import RowResult, StepResult
 
@@ -328,36 +325,6 @@ def test_a_window_gives_its_blocks_back():
         rig.step()
         assert rig.ledger.counts().used <= 4
     rig.assert_right(number)
-
-
-def test_no_request_outlives_its_end():
-    """After 5,000 tiny requests, half of them cancelled, not one request object is left (vllm-mlx#154)."""
-    rig = Rig(slabs=200, max_batch_size=64, max_batch_tokens=512)
-    living: list[weakref.ref[object]] = []
-    for at in range(5000):
-        number = rig.submit([at % 50, at // 50 % 50, 3], 1, timeout_s=1e6)
-        living.append(weakref.ref(rig.news.pop(number)))
-        del rig.out[number]
-        rig.out = Ignore()
-        if at % 2:
-            rig.book.cancel(number)
-        if at % 50 == 49:
-            while not rig.book.idle:
-                rig.commit(rig.bind())
-            rig.steps.clear()
-    gc.collect()
-    assert not any(one() for one in living)
-    assert not [one for one in gc.get_objects() if type(one) is Request]
-    assert len(rig.book._deadlines) < 200
-
-
-class Ignore(dict):
-    """Outputs that nobody reads."""
-
-    def __missing__(self, key: int):
-        from rig import Output
-
-        return Output()
 
 
 def test_statistics_add_up():

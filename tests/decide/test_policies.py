@@ -131,7 +131,7 @@ def test_faults_are_logged_less_and_less(caplog: pytest.LogCaptureFixture):
 @given(st.integers(1, 100_000), st.integers(1, 64))
 def test_powers_of_two_cover_and_waste_less_than_half(size: int, smallest: int):
     """The padded size covers the real one, is the smallest times a power of two, and under twice the real one."""
-    shape = MaxLen(smallest).shape(size, size, size)
+    shape = MaxLen(smallest=smallest).shape(size, size, size)
     assert shape.tokens == shape.rows == shape.blocks
     ratio = shape.tokens // smallest
     assert shape.tokens == ratio * smallest >= size

@@ -33,6 +33,11 @@ class BadRank(FcfsState):
         raise RuntimeError("no order today")
 
 
+class ExitRank(FcfsState):
+    def rank(self, view, cost):
+        raise SystemExit(3)
+
+
 class SlowRank(FcfsState):
     def rank(self, view, cost):
         until = time.perf_counter() + 0.02
@@ -54,7 +59,11 @@ class Batching:
     def start(self, limits):
         if self.how == "cannot start":
             raise RuntimeError("no start today")
-        return {"raises": BadRank, "slow": SlowRank}[self.how]()
+        if self.how == "exits at start":
+            raise SystemExit(3)
+        if self.how == "no state":
+            return None
+        return {"raises": BadRank, "slow": SlowRank, "exits": ExitRank}[self.how]()
 
 
 class Eviction:
@@ -164,10 +173,25 @@ async def test_a_slow_policy_is_set_aside(installed: None, tiny: Path, alone: Al
     assert got.choices[0] == alone([5, 6], max_tokens=8, **GREEDY)
 
 
+async def test_a_policy_that_exits_ends_nothing(installed: None, tiny: Path, alone: Alone) -> None:
+    """SystemExit out of a policy is a fault like another: the engine serves on."""
+    config = EngineConfig(batching="bad-batching", policy={"batching": {"how": "exits"}}, **FLOAT)
+    async with Engine(tiny, config) as engine:
+        got = await engine.generate([5, 6], max_tokens=8, **GREEDY)
+        assert engine.stats().policy_faults > 0
+    assert got.choices[0] == alone([5, 6], max_tokens=8, **GREEDY)
+
+
 async def test_a_policy_that_cannot_start_is_an_error_of_opening(installed: None, tiny: Path) -> None:
-    """start() that raises, a setting that is none and a name that is none end the opening, named
+    """start() that raises or gives no state, a setting that is none and a name that is none end the opening, named
     (vllm-project/vllm#48277)."""
     for config, fault, message in (
+        ({"batching": "bad-batching", "policy": {"batching": {"how": "exits at start"}}}, PluginError, "SystemExit"),
+        (
+            {"batching": "bad-batching", "policy": {"batching": {"how": "no state"}}},
+            PluginError,
+            r"batching='bad-batching': start\(\) gave no batching state but a NoneType: it lacks rank",
+        ),
         ({"batching": "bad-batching", "policy": {"batching": {"how": "cannot start"}}}, PluginError, "no start today"),
         ({"policy": {"batching": {"aging_s": 1}}}, ConfigError, r"policy\.batching\.aging_s: 'fcfs' has no such"),
         ({"batching": "priority", "policy": {"batching": {"aging_s": -1}}}, ConfigError, "aging_s=-1"),

@@ -54,6 +54,7 @@ def test_a_broken_promise_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture
     ("words", "status", "said"),
     [
         (["nowhere"], 1, "no policy 'nowhere' of any kind"),
+        (["eviction"], 2, "a policy's name is missing after the kind; they are activity-importance, arc"),
         (["speed", "lru"], 2, "no such kind"),
         (["a", "b", "c"], 2, "name one policy"),
         (["no_such_module:Thing"], 1, "no_such_module"),

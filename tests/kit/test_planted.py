@@ -79,3 +79,12 @@ def test_a_map_that_does_not_come_back_is_found(monkeypatch: pytest.MonkeyPatch)
     real = ResolvedMap.to_json
     monkeypatch.setattr(ResolvedMap, "to_json", lambda self: real(self).replace("int8", "float32"))
     assert broken("precision", precision.Good, engine=True).keys() == {"round-trip"}
+
+
+def test_victims_without_an_end_are_too_many():
+    """An answer that never ends is read only as far as it takes to say so."""
+    (check,) = [
+        one for one in check_eviction(lambda: eviction.Good(eviction.Endless), examples=5) if one.name == "enough"
+    ]
+    with pytest.raises(BrokenPromise):
+        check()

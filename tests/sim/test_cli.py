@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -114,11 +115,14 @@ def test_a_bare_cache_is_replayed(talks: Path, capsys: pytest.CaptureFixture[str
         ([*POISSON, "--targets", "interactive"], "--targets"),
         ([*POISSON, "--targets", "urgent=1"], "urgent"),
         ([*POISSON, "--set", "half_life_s=3"], "--set"),
+        ([*POISSON, "--set", "batching."], "such as eviction.half_life_s=300"),
         ([*POISSON, "--set", "batching.speed=3"], "speed"),
         ([*POISSON, "--batching", "no-such"], "no-such"),
         ([*POISSON, "--times", "nowhere.json"], "nowhere.json"),
         ([*POISSON, "--json", "nowhere/out.json"], "nowhere"),
         ([*POISSON, "--html", "nowhere/out.html"], "nowhere"),
+        ([*POISSON, "--html", "-"], "--html -"),
+        ([*POISSON, "--save", "-"], "--save -"),
         ([*POISSON, "--cache-only"], "block ids"),
         ([*POISSON, "--cache-only", "--html", "x.html"], "--html"),
         ([*POISSON, "--kv-blocks", "0"], "kv_blocks"),
@@ -131,6 +135,50 @@ def test_bad_input_is_one_line(arguments: list[str], what: str, capsys: pytest.C
     error = capsys.readouterr().err
     assert what in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "--batching fcfs", "--padding packed", "--load 1", "--tiers 20/60/20", "--targets tpot=1", "--times x.json",
+        "--max-batch-size 0", "--max-batch-tokens 9", "--min-batch-size 1", "--max-wait-s 0", "--target-step-s 1",
+        "--max-waiting 4096", "--no-leap", "--not-streamed", "--html x.html",
+    ],
+)  # fmt: skip
+def test_a_bare_cache_refuses_what_has_no_meaning_there(
+    given: str, talks: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An option of the engine, also one given as it would be anyway, is named and not passed over."""
+    assert main(["simulate", str(talks), "--cache-only", *given.split()]) == 2
+    error = capsys.readouterr().err
+    assert "--cache-only" in error
+    assert f"leave {given.split()[0]} out" in error
+
+
+def test_a_bare_cache_says_its_share_in_percent(talks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a reader expects of a share of a count."""
+    assert main(["simulate", str(talks), "--cache-only", "--kv-blocks", "100000"]) == 0
+    assert re.match(r"\d+\.\d\d % of \d+ blocks found \(lru\)\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("option", ["--json", "--html", "--save"])
+@pytest.mark.parametrize("how", ["folder", "file", "new"])
+def test_files_that_cannot_be_written_are_noticed_before_the_work(
+    option: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder, and a file or place that may not be written, are refused and named while nothing has been read."""
+    path = tmp_path / "out"
+    if how == "folder":
+        path.mkdir()
+    elif how == "file":
+        path.touch()
+    if how != "folder":
+        monkeypatch.setattr("kimicore.cli.options.os.access", lambda *given: False)
+    monkeypatch.setattr("kimicore.cli.simulate.load_of", lambda options: pytest.fail("the load was drawn"))
+    assert main(["simulate", *POISSON, option, str(path)]) == 2
+    error = capsys.readouterr().err
+    assert str(path) in error
+    assert ("is a folder" if how == "folder" else "cannot be written") in error
 
 
 @pytest.fixture(scope="module")

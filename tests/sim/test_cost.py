@@ -79,7 +79,16 @@ def test_times_are_written_and_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"times": {"base": 1}}', '{"times": {"base_s": -1}}', '{"times": {"base_s": "x"}}']
+    "text",
+    [
+        '{"times":' + "[" * 100_000,
+        "",
+        "[]",
+        "{}",
+        '{"times": {"base": 1}}',
+        '{"times": {"base_s": -1}}',
+        '{"times": {"base_s": "x"}}',
+    ],
 )
 def test_a_file_without_times_is_refused(text: str, tmp_path: Path) -> None:
     """The error names the file."""

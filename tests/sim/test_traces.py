@@ -88,13 +88,24 @@ def test_a_limit_takes_the_first_requests(text: str, tmp_path: Path) -> None:
     [
         (MOONCAKE + '{"timestamp": 1, "input_length": 5}\n', 3, "output_length"),
         (MOONCAKE + '{"timestamp": -1, "input_length": 5, "output_length": 1, "hash_ids": []}\n', 3, "timestamp"),
-        (MOONCAKE + '{"timestamp": 1, "input_length": 0, "output_length": 1, "hash_ids": []}\n', 3, "prompt_tokens"),
-        (MOONCAKE + '{"timestamp": 1, "input_length": 5, "output_length": 1, "hash_ids": [1, 2]}\n', 3, "ids"),
-        (MOONCAKE + '{"timestamp": 1, "input_length": 5, "output_length": 1, "hash_ids": ["a"]}\n', 3, "integers"),
+        (MOONCAKE + '{"timestamp": 1, "input_length": 0, "output_length": 1, "hash_ids": []}\n', 3, "input_length=0"),
+        (MOONCAKE + '{"timestamp": 1, "input_length": 5, "output_length": -1}\n', 3, "output_length=-1"),
+        (
+            MOONCAKE + '{"timestamp": 1, "input_length": 5, "output_length": 1, "hash_ids": [1, 2]}\n',
+            3,
+            "than input_length=5 has",
+        ),
+        (
+            MOONCAKE + '{"timestamp": 1, "input_length": 5, "output_length": 1, "hash_ids": ["a"]}\n',
+            3,
+            "hash_ids: ids must be integers",
+        ),
         (MOONCAKE + "\nnot json\n", 4, "Expecting value"),
         (AZURE + "2023-11-16 18:15:51,5\n", 4, "2 columns"),
-        (AZURE + "yesterday,5,5\n", 4, "yesterday"),
-        (AZURE + "2023-11-16 18:15:51,5,no\n", 4, "no"),
+        (AZURE + "yesterday,5,5\n", 4, "TIMESTAMP='yesterday'"),
+        (AZURE + "2223-11-16 18:15:51,5,5\n", 4, "TIMESTAMP="),
+        (AZURE + "2023-11-16 18:15:51,5,no\n", 4, "GeneratedTokens='no'"),
+        (AZURE + "2023-11-16 18:15:51,-10,5\n", 4, "ContextTokens=-10"),
         (AZURE + "2023-11-16 18:15:01,5,5\n", 4, "before"),
         ("a,b,c\n1,2,3\n", 1, "TIMESTAMP"),
         ('{"hello": 1}\n', 1, "arrived_s"),
@@ -103,6 +114,8 @@ def test_a_limit_takes_the_first_requests(text: str, tmp_path: Path) -> None:
         ('{"arrived_s": 1.0, "prompt_tokens": 5, "output_tokens": 1, "tier": "urgent"}\n', 1, "urgent"),
         ('{"arrived_s": 1e999, "prompt_tokens": 5, "output_tokens": 1}\n', 1, "arrived_s"),
         ("[1, 2]\n", 1, "TIMESTAMP"),
+        ('{"timestamp":' + "[" * 100_000, 1, "nested too deeply"),
+        (MOONCAKE + '{"timestamp":' + "[" * 100_000, 3, "nested too deeply"),
     ],
 )
 def test_a_wrong_line_is_named(text: str, where: int, what: str, tmp_path: Path) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-from pathlib import Path
 
 from attrs import asdict
 
-from kimicore.cli.options import DEMO, Progress
+from kimicore.cli.options import DEMO, Progress, check_writable
 from kimicore.config import EngineConfig
 from kimicore.errors import ConfigError
 from kimicore.sim.measure import fit_engine
@@ -37,8 +36,8 @@ def run(options: argparse.Namespace) -> int:
     """Run the command."""
     if options.repeat < 1:
         raise ConfigError(f"--repeat={options.repeat}: must be at least 1")
-    if options.fit is not None and not Path(options.fit).resolve().parent.is_dir():
-        raise ConfigError(f"{options.fit}: there is no folder {Path(options.fit).resolve().parent}")
+    if options.fit is not None:
+        check_writable(options.fit)
     config = EngineConfig(
         dtype=options.dtype,
         threads=options.threads,

@@ -82,6 +82,10 @@ def _found(words: Sequence[str], settings: Mapping[str, Any]) -> tuple[str, Any]
             raise ConfigError(
                 f"{name} is a policy of several kinds: write {' or '.join(f'{one} {name}' for one in kinds)}"
             )
+        if not kinds and name in KINDS:
+            raise ConfigError(
+                f"{name}: a policy's name is missing after the kind; they are {', '.join(sorted(known(name)))}"
+            )
         if not kinds:
             raise PluginError(f"there is no policy {name!r} of any kind; `kimicore policies` lists them")
         kind = kinds[0]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from kimicore.config import EngineConfig
@@ -16,6 +18,7 @@ __all__ = [
     "Progress",
     "add_engine_options",
     "add_sampling_options",
+    "check_writable",
     "engine_config",
     "policy_settings",
     "sampling",
@@ -66,18 +69,30 @@ def sampling(options: argparse.Namespace) -> dict[str, Any]:
     return {**given, "stop": options.stop} if options.stop else given
 
 
-def policy_settings(pairs: Sequence[str], form: str = "KEY=VALUE") -> dict[str, Any]:
+def policy_settings(pairs: Sequence[str], form: str = "KEY=VALUE", example: str = "half_life_s=300") -> dict[str, Any]:
     """Return settings from texts such as ``half_life_s=300``; a value is read as JSON, else taken as text."""
     found: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not equals or not key.strip():
-            raise ConfigError(f"--set {pair!r}: write {form}, such as half_life_s=300")
+            raise ConfigError(f"--set {pair!r}: write {form}, such as {example}")
         try:
             found[key.strip()] = json.loads(text)
-        except ValueError:
+        except (RecursionError, ValueError):
             found[key.strip()] = text.strip()
     return found
+
+
+def check_writable(path: str) -> None:
+    """Refuse a file that could not be written, before the work whose results it is to hold; nothing is written yet."""
+    file = Path(path)
+    folder = file.resolve().parent
+    if not folder.is_dir():
+        raise ConfigError(f"{path}: there is no folder {folder}")
+    if file.is_dir():
+        raise ConfigError(f"{path} is a folder: name a file")
+    if not os.access(file if file.exists() else folder, os.W_OK):
+        raise ConfigError(f"{path} cannot be written: permission denied")
 
 
 class Progress:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from kimicore.cli.options import policy_settings
+from kimicore.contracts import ModuleView, PrecisionRules
+from kimicore.errors import ConfigError, KimiCoreError, PluginError
+from kimicore.guard import RAISED
 from kimicore.plugins import KINDS, resolve
-from kimicore.policies.precision import resolve_precision
+from kimicore.policies.precision import ActivationPrecision, ResolvedMap, resolve_precision
 
 __all__ = ["add_parser", "run"]
+
+Answer = TypeVar("Answer")
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -32,7 +39,32 @@ def run(options: argparse.Namespace) -> int:
     from kimicore.model.spec import spec_from_config
 
     modules = modules_of(spec_from_config(open_source(options.model).config))
-    wanted = getattr(policy, "activation_precision", None)
-    found = resolve_precision(policy.rules(modules), modules, None if wanted is None else wanted())
+    found = _resolved(policy, modules)
     print(found.to_json() if options.json else found.table())
     return 0
+
+
+def _resolved(policy: Any, modules: Sequence[ModuleView]) -> ResolvedMap:
+    """Return the policy's map; raises :class:`~kimicore.PluginError` where it raises or answers with something else."""
+    rules = _answer(policy, "rules", PrecisionRules, modules)
+    wanted = None
+    if getattr(policy, "activation_precision", None) is not None:
+        wanted = _answer(policy, "activation_precision", ActivationPrecision)
+    try:
+        return resolve_precision(rules, modules, wanted)
+    except KimiCoreError:
+        raise
+    except Exception as error:
+        raise PluginError(f"precision={policy.name!r}: {rules!r} cannot be applied: {error!r}") from error
+
+
+def _answer(policy: Any, method: str, kind: type[Answer], *given: Any) -> Answer:
+    try:
+        answer = getattr(policy, method)(*given)
+    except ConfigError:
+        raise
+    except RAISED as error:
+        raise PluginError(f"precision={policy.name!r}: {method}() failed: {error!r}") from error
+    if not isinstance(answer, kind):
+        raise PluginError(f"precision={policy.name!r}: {method}() answered {answer!r}, which is no {kind.__name__}")
+    return answer

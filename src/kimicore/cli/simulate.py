@@ -12,7 +12,7 @@ from typing import Any
 
 from attrs import asdict, evolve
 
-from kimicore.cli.options import Progress, policy_settings
+from kimicore.cli.options import Progress, check_writable, policy_settings
 from kimicore.errors import ConfigError
 from kimicore.plugins import resolve
 from kimicore.sim.cache import replay_cache
@@ -39,6 +39,13 @@ _ENGINE = {
     "target_step_s": "what steps beside streams should take",
     "max_waiting": "requests that may wait",
 }
+_NOT_OF_A_CACHE = {
+    **dict.fromkeys(("batching", "padding", *_ENGINE, "times", "not_streamed", "no_leap"), "has no engine"),
+    **dict.fromkeys(("load", "tiers"), "takes the requests one after the other"),
+    "targets": "has no times",
+    "html": "has nothing to plot",
+}
+"""Options that ``--cache-only`` refuses, with what it has to say to each."""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -52,7 +59,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     load.add_argument("--duration", type=float, metavar="S", help="with --generate: for so many seconds")
     load.add_argument("--lengths", choices=("chat", "code"), help="with --generate: of prompts and outputs (chat)")
     load.add_argument("--tenants", type=int, metavar="N", help="with --generate: so many tenants (1)")
-    load.add_argument("--load", type=float, default=1.0, metavar="X", help="arrivals X times as close together")
+    load.add_argument("--load", type=float, metavar="X", help="arrivals X times as close together")
     load.add_argument("--tiers", metavar="20/60/20", help="draw tiers: interactive/standard/background shares")
     load.add_argument("--save", metavar="FILE", help="write the load as a trace of our format")
     _add_engine(parser.add_argument_group("the engine"))
@@ -92,13 +99,10 @@ def run(options: argparse.Namespace) -> int:
     """Run the command."""
     _check(options)
     requests = load_of(options)
-    for path in (options.json, options.html):
-        if path and path != "-" and not Path(path).resolve().parent.is_dir():
-            raise ConfigError(f"{path}: there is no folder {Path(path).resolve().parent}")
     if options.cache_only:
         figures = _replay(requests, options)
         print(
-            f"{figures['block_hit_rate']:.4f} of {figures['blocks']} blocks found ({figures['policy']})",
+            f"{100 * figures['block_hit_rate']:.2f} % of {figures['blocks']} blocks found ({figures['policy']})",
             file=_aside(options),
         )
     else:
@@ -132,8 +136,17 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(f"--limit={options.limit}: must be at least 1")
     if not 0.0 <= options.report_from < 1.0:
         raise ConfigError(f"--report-from={options.report_from}: must be at least 0 and under 1")
-    if options.cache_only and options.html:
-        raise ConfigError("--cache-only has nothing to plot; leave --html out")
+    if options.cache_only:
+        for name, why in _NOT_OF_A_CACHE.items():
+            given = getattr(options, name)
+            if given is not None and given is not False:
+                raise ConfigError(f"--cache-only {why}; leave --{name.replace('_', '-')} out")
+    for name in ("html", "save"):
+        if getattr(options, name) == "-":
+            raise ConfigError(f"--{name} -: name a file; only --json writes to standard output")
+    for path in (options.json, options.html, options.save):
+        if path is not None and path != "-":
+            check_writable(path)
 
 
 # ---------------------------------------------------------------- what is simulated
@@ -151,7 +164,7 @@ def load_of(options: argparse.Namespace) -> list[TraceRequest]:
             lengths=CODE if options.lengths == "code" else CHAT,
             tenants=options.tenants or 1,
         )[: options.limit]
-    if options.load != 1.0:
+    if options.load is not None:
         requests = scaled(requests, options.load)
     if options.tiers is not None:
         requests = with_tiers(requests, _shares(options.tiers), options.seed)
@@ -222,11 +235,11 @@ def settings_of(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return policies' settings by kind from texts such as ``eviction.half_life_s=300``; a value is read as JSON, else
     as text."""
     found: dict[str, dict[str, Any]] = {}
-    form = "KIND.FIELD=VALUE"
-    for name, value in policy_settings(texts, form).items():
+    form, example = "KIND.FIELD=VALUE", "eviction.half_life_s=300"
+    for name, value in policy_settings(texts, form, example).items():
         kind, dot, field = name.partition(".")
         if not (dot and kind and field):
-            raise ConfigError(f"--set {name}={value}: write {form}, such as eviction.half_life_s=300")
+            raise ConfigError(f"--set {name}={value}: write {form}, such as {example}")
         found.setdefault(kind, {})[field] = value
     return found
 

@@ -14,6 +14,8 @@ from attrs import define, frozen
 
 from kimicore.contracts import BlockKey, Eviction, EvictionState
 from kimicore.errors import ConfigError, PluginError
+from kimicore.guard import RAISED
+from kimicore.plugins import started
 
 __all__ = ["CacheReport", "CacheRequest", "replay_cache", "replay_optimum"]
 
@@ -91,18 +93,38 @@ class _Cache:
 
         return evictable
 
+    def tell(self, keys: Sequence[BlockKey], hits: int, state: EvictionState, now_s: float) -> None:
+        """Tell the policy of a request's blocks, the ``hits`` first of which were there, from the end to the start."""
+        doing = "added()"
+        try:
+            added, touched = state.added, state.touched
+            for at in range(len(keys) - 1, hits - 1, -1):
+                added(keys[at], keys[at - 1] if at else None, at, now_s)
+            doing = "touched()"
+            for at in range(hits - 1, -1, -1):
+                touched(keys[at], now_s)
+        except RAISED as error:
+            raise _failed(self.name, doing, error) from error
+
     def make_room(self, count: int, state: EvictionState, now_s: float) -> None:
         """Evict ``count`` blocks that the policy names."""
         taken: list[BlockKey] = []
-        named = list(state.victims(count, self.asker(taken), now_s))
-        if len(named) != count or sorted(named) != sorted(taken):
+        try:
+            named = list(state.victims(count, self.asker(taken), now_s))
+            right = len(named) == count and sorted(named) == sorted(taken)
+        except RAISED as error:
+            raise _failed(self.name, "victims()", error) from error
+        if not right:
             raise PluginError(
                 f"eviction policy {self.name!r} named {len(named)} victims when asked for {count}, "
                 f"and was told that {len(taken)} may go: it has to name those, and no others"
             )
         self.evicted_blocks += count
-        for key in named:
-            state.removed(key)
+        try:
+            for key in named:
+                state.removed(key)
+        except RAISED as error:
+            raise _failed(self.name, "removed()", error) from error
 
     def report(self, ghost_blocks: int) -> CacheReport:
         """Return what was counted."""
@@ -116,6 +138,10 @@ class _Cache:
             evicted_blocks=self.evicted_blocks,
             block_hit_rate=self.hit_blocks / self.blocks if self.blocks else 0.0,
         )
+
+
+def _failed(name: str, call: str, error: BaseException) -> PluginError:
+    return PluginError(f"eviction policy {name!r}: {call} failed: {error!r}")
 
 
 def replay_cache(
@@ -136,24 +162,20 @@ def replay_cache(
 
     Nothing is pinned: all blocks of a request are put into the cache and let go of, and then as many are evicted as are
     too many, its own among them if the policy says so. Every block of every request counts. Raises ConfigError for a
-    size or share out of range, and PluginError where the policy does not name exactly as many victims as it is asked
-    for, of those that may go.
+    size or share out of range, and PluginError where the policy raises, or does not name exactly as many victims as it
+    is asked for, of those that may go.
     """
     ghosts = GHOSTS * capacity_blocks if ghost_blocks is None else ghost_blocks
     trace = _checked(requests, capacity_blocks, ghosts, report_from)
-    state = eviction.start(capacity_blocks, ghosts, seed)
+    state = started("eviction", eviction, capacity_blocks, ghosts, seed)
     cache = _Cache(capacity_blocks, eviction.name)
-    added, touched = state.added, state.touched
     counted_from = int(report_from * len(trace))
     for number, (now_s, keys) in enumerate(trace):
         hits = cache.hits(keys)
         if number >= counted_from:
             cache.count(len(keys), hits)
         cache.add(keys, hits)
-        for at in range(len(keys) - 1, hits - 1, -1):
-            added(keys[at], keys[at - 1] if at else None, at, now_s)
-        for at in range(hits - 1, -1, -1):
-            touched(keys[at], now_s)
+        cache.tell(keys, hits, state, now_s)
         excess = len(cache.parent) - capacity_blocks
         if excess > 0:
             cache.make_room(excess, state, now_s)

@@ -77,7 +77,7 @@ class StepTimes:
             return cls(**found)
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             names = ", ".join(one.name for one in fields(cls))
             raise ConfigError(f"{path} holds no step times ({error!r}): an object 'times' of {names}") from error
 

@@ -44,6 +44,7 @@ h1 { font-size: 24px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 32px 0 12
 figure { margin: 0; background: var(--card); border: 1px solid var(--rule); border-radius: 8px; padding: 14px; }
 svg { width: 100%; height: auto; display: block; } svg text { fill: var(--ink); font: 12px system-ui, sans-serif; }
 svg text.tick { fill: var(--soft); } .grid { stroke: var(--rule); stroke-width: 1; }
+.fault { color: var(--line-1); font-weight: 600; margin: 4px 0; }
 .minor { opacity: 0.45; }
 .line { fill: none; stroke-width: 2; stroke-linejoin: round; stroke: currentColor; }
 .mark { stroke: currentColor; stroke-width: 1.5; stroke-dasharray: 5 4; }
@@ -75,7 +76,8 @@ def page(report: SimReport, *, title: str) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>Simulation: {escape(title)}</title><style>{STYLE}</style></head><body>"
-        f'<h1>Simulation: {escape(title)}</h1><p class="soft">{escape(_subtitle(figures))}</p>'
+        f'<h1>Simulation: {escape(title)}</h1><p class="soft">{escape(_subtitle(report))}</p>'
+        f"{_faults(report)}"
         f'<section class="cards">{_cards(figures)}</section>'
         f'<h2>Over the requests, and over time</h2><section class="plots">{plots}</section>'
         f"<h2>Times</h2>{_times(figures)}<h2>Tiers</h2>{_tiers(figures)}"
@@ -84,13 +86,21 @@ def page(report: SimReport, *, title: str) -> str:
     )
 
 
-def _subtitle(figures: Mapping[str, Any]) -> str:
-    config = figures["config"]
-    return (
-        f"batching {config['batching']}, eviction {config['eviction']}, padding {config['padding']}; "
-        f"{config['kv_blocks']} KV blocks of {config['block_tokens']} tokens; "
-        f"at most {config['max_batch_size']} rows and {config['max_batch_tokens']} tokens a step"
+def _subtitle(report: SimReport) -> str:
+    config = report.config
+    aside = {one.kind for one in report.faults if one.set_aside}
+    policies = ", ".join(
+        f"{kind} {name} (set aside)" if kind in aside else f"{kind} {name}"
+        for kind, name in (("batching", config.batching), ("eviction", config.eviction), ("padding", config.padding))
     )
+    return (
+        f"{policies}; {config.kv_blocks} KV blocks of {config.block_tokens} tokens; "
+        f"at most {config.max_batch_size} rows and {config.max_batch_tokens} tokens a step"
+    )
+
+
+def _faults(report: SimReport) -> str:
+    return "".join(f'<p class="fault">At fault: {escape(line)}.</p>' for line in report.fault_lines())
 
 
 def _cards(figures: Mapping[str, Any]) -> str:

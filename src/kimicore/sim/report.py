@@ -8,6 +8,7 @@ from typing import Any
 
 from attrs import asdict, frozen
 
+from kimicore.guard import PolicyFaults
 from kimicore.sim.figures import jain, quantiles, share, spread
 from kimicore.sim.record import Outcome, Record, Sample
 from kimicore.sim.settings import SimConfig
@@ -22,7 +23,7 @@ class SimReport:
 
     ``record``: what happened to each request, and in the steps. ``stats``: the engine's own counters at the end.
     ``makespan_s``: when the last request ended. ``first``: the first request that the figures count; figures of
-    steps count from its arrival on.
+    steps count from its arrival on. ``faults``: what each policy did wrong, over the whole run.
     """
 
     config: SimConfig
@@ -30,6 +31,7 @@ class SimReport:
     stats: EngineStats
     makespan_s: float
     first: int = 0
+    faults: Sequence[PolicyFaults] = ()
 
     @property
     def outcomes(self) -> Sequence[Outcome]:
@@ -91,6 +93,7 @@ class SimReport:
             "tiers": self._groups({name: [one for one in outcomes if tier_of(one) == name] for name in TIERS}, span_s),
             "fairness": self._fairness(span_s),
             "policy_faults": self.stats.policy_faults,
+            "policies_set_aside": list(self.stats.policies_set_aside),
             "config": _config(self.config),
         }
 
@@ -129,6 +132,10 @@ class SimReport:
                 slowest.append(figures["p99"])
         return {"tenants": len(tenants), "jain": jain(speeds), "ttft_p99_spread": spread(slowest)}
 
+    def fault_lines(self) -> list[str]:
+        """Return a sentence for each policy that broke its promises, in the order batching, padding, eviction."""
+        return [_fault_line(one) for one in self.faults if one.count]
+
     # ------------------------------------------------------------ a table
 
     def table(self) -> str:
@@ -150,6 +157,7 @@ class SimReport:
             f"{figures['padding']['shapes']} shapes",
             f"fairness     {figures['fairness']['jain']:.4f} (Jain) over {figures['fairness']['tenants']} tenants, "
             f"their slowest first tokens {figures['fairness']['ttft_p99_spread']:.2f} times apart",
+            *[f"at fault     {line}" for line in self.fault_lines()],
             "",
             f"{'seconds':24}{'mean':>10}{'P50':>10}{'P90':>10}{'P99':>10}{'P99.9':>10}{'max':>10}",
         ]
@@ -166,6 +174,14 @@ class SimReport:
 def tier_of(outcome: Outcome) -> str:
     """Return a request's tier."""
     return outcome.request.tier or "standard"
+
+
+def _fault_line(faults: PolicyFaults) -> str:
+    times = "once" if faults.count == 1 else f"{faults.count} times"
+    broke = f"the {faults.kind} policy {faults.name!r} broke its promises {times}"
+    if faults.set_aside:
+        return f"{broke} and was set aside; the built-in default served since"
+    return f"{broke}; each time the built-in default served instead"
 
 
 def _times(outcomes: Sequence[Outcome]) -> dict[str, Any]:

@@ -127,7 +127,14 @@ class _Simulation:
                 self._progress(self._over, len(requests), self._now_s)
         if self._progress is not None:
             self._progress(len(requests), len(requests), self._now_s)
-        return SimReport(self._config, self._record, book.stats(faults=self._planner.faults), self._now_s)
+        faults = self._planner.faults
+        return SimReport(
+            self._config,
+            self._record,
+            book.stats(faults=faults),
+            self._now_s,
+            faults=(*faults, self._ledger.faults),
+        )
 
     def _arrive(self) -> None:
         requests, now_s = self._requests, self._now_s

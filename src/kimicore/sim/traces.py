@@ -61,12 +61,15 @@ class TraceRequest:
         if not self.blocks:
             return
         size = integer("block_tokens", self.block_tokens, 1, _MOST_TOKENS, ConfigError)
-        if len(self.blocks) > -(-self.prompt_tokens // size):
-            raise ConfigError(
-                f"blocks: {len(self.blocks)} ids of {size} tokens are more than prompt_tokens={self.prompt_tokens} has"
-            )
-        if not set(map(type, self.blocks)) <= {int}:
-            raise ConfigError("blocks: ids must be integers")
+        _check_ids(("blocks", "prompt_tokens"), self.blocks, size, self.prompt_tokens)
+
+
+def _check_ids(names: tuple[str, str], ids: Sequence[Any], size: int, prompt_tokens: int) -> None:
+    """Refuse ids that a prompt cannot have; ``names``: of the ids and of the prompt's length, where they were read."""
+    if len(ids) > -(-prompt_tokens // size):
+        raise ConfigError(f"{names[0]}: {len(ids)} ids of {size} tokens are more than {names[1]}={prompt_tokens} has")
+    if not set(map(type, ids)) <= {int}:
+        raise ConfigError(f"{names[0]}: ids must be integers")
 
 
 _NAMES = tuple(one.name for one in fields(TraceRequest))
@@ -146,8 +149,12 @@ def _requests(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[TraceReq
                 if not line.startswith("{"):
                     continue
             yield parse(line)
-        except (KeyError, TypeError, ValueError) as error:  # ConfigError is a ValueError
-            what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        except (KeyError, RecursionError, TypeError, ValueError) as error:  # ConfigError is a ValueError
+            what = str(error)
+            if isinstance(error, KeyError):
+                what = f"{error} is missing"
+            elif isinstance(error, RecursionError):
+                what = "lists or objects are nested too deeply"
             shown = line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."
             raise ConfigError(f"{path}:{number_}: {what}; the line is {shown!r}") from error
 
@@ -159,7 +166,7 @@ def _format(line: str) -> Callable[[str], TraceRequest]:
         wanted = ("timestamp", "contexttokens", "generatedtokens")
         if any(name not in names for name in wanted):
             raise ValueError("neither JSON lines nor a CSV with TIMESTAMP, ContextTokens and GeneratedTokens")
-        return _Azure([names.index(name) for name in wanted], len(names)).parse
+        return _Azure([names.index(name) for name in wanted], line.split(",")).parse
     first = _object(line)
     if "timestamp" in first and "input_length" in first:
         return _mooncake
@@ -178,14 +185,12 @@ def _object(line: str) -> dict[str, Any]:
 def _mooncake(line: str) -> TraceRequest:
     found = _object(line)
     milliseconds = number("timestamp", found["timestamp"], 0.0, _LATEST_S * 1e3, ConfigError)
+    prompt, output = [
+        integer(name, found[name], 1, _MOST_TOKENS, ConfigError) for name in ("input_length", "output_length")
+    ]
     ids = tuple(_list("hash_ids", found.get("hash_ids", ())))
-    return TraceRequest(
-        milliseconds / 1000.0,
-        found["input_length"],
-        found["output_length"],
-        ids,
-        MOONCAKE_BLOCK_TOKENS if ids else 0,
-    )
+    _check_ids(("hash_ids", "input_length"), ids, MOONCAKE_BLOCK_TOKENS, prompt)
+    return TraceRequest(milliseconds / 1000.0, prompt, output, ids, MOONCAKE_BLOCK_TOKENS if ids else 0)
 
 
 def _own(line: str) -> TraceRequest:
@@ -208,11 +213,15 @@ def _list(name: str, value: Any) -> Sequence[Any]:
 
 
 class _Azure:
-    """Parses the lines of one file; times count from its first line, whose clock time is the start."""
+    """Parses the lines of one file; times count from its first line, whose clock time is the start.
 
-    def __init__(self, places: Sequence[int], columns: int) -> None:
+    ``places``: where time, prompt and output stand among the ``columns``, whose names are the file's own.
+    """
+
+    def __init__(self, places: Sequence[int], columns: Sequence[str]) -> None:
         self._places = places
-        self._columns = columns
+        self._columns = len(columns)
+        self._names = [columns[at].strip() for at in places]
         self._start: datetime | None = None
 
     def parse(self, line: str) -> TraceRequest:
@@ -221,10 +230,24 @@ class _Azure:
         if len(cells) != self._columns:
             raise ValueError(f"{len(cells)} columns instead of {self._columns}")
         stamp, prompt, output = (cells[at].strip() for at in self._places)
-        moment = datetime.fromisoformat(stamp)
+        names = self._names
+        try:
+            moment = datetime.fromisoformat(stamp)
+        except ValueError as error:
+            raise ValueError(f"{names[0]}={stamp!r}: is no date and time") from error
         if self._start is None:
             self._start = moment
         seconds = (moment - self._start).total_seconds()
         if seconds < 0.0:
-            raise ValueError(f"{stamp} is before the first line's time")
-        return TraceRequest(seconds, int(prompt), int(output))
+            raise ValueError(f"{names[0]}={stamp!r}: is before the first line's time")
+        number(names[0], seconds, 0.0, _LATEST_S, ConfigError)
+        return TraceRequest(seconds, _count(names[1], prompt), _count(names[2], output))
+
+
+def _count(name: str, text: str) -> int:
+    """Return the tokens that a cell of a CSV says."""
+    try:
+        tokens = int(text)
+    except ValueError as error:
+        raise ValueError(f"{name}={text!r}: must be an integer") from error
+    return integer(name, tokens, 1, _MOST_TOKENS, ConfigError)

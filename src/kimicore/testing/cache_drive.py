@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
+from kimicore.guard import RAISED
 from kimicore.testing.cache_model import Asker, CacheModel, Node, Verdict, labels_of
 from kimicore.testing.footprint import Footprint, footprint
 from kimicore.testing.names import key_of
@@ -13,6 +15,7 @@ from kimicore.testing.promises import Judge
 
 __all__ = ["CacheDrive", "Event", "call_victims"]
 
+MORE = 64  # that are looked at beyond what was asked for, of an answer that may not end
 Event = tuple[str, tuple[Any, ...]]
 """A call of the policy: the method's name and its arguments, with labels in place of keys."""
 
@@ -50,7 +53,7 @@ class CacheDrive:
     def _start(self) -> Any:
         try:
             return self._maker().start(*self.started)
-        except Exception as raised:
+        except RAISED as raised:
             error = raised
         self.story.end(f"making the settings or starting them raised {error!r}")
 
@@ -166,11 +169,11 @@ class CacheDrive:
         return dropped
 
     def _named(self, state: Any, count: int, asker: Asker) -> list[Any]:
-        error: Exception | None = None
+        error: BaseException | None = None
         named: list[Any] = []
         try:
-            named = list(state.victims(count, asker, self.now_s))
-        except Exception as raised:
+            named = list(islice(state.victims(count, asker, self.now_s), count + MORE))
+        except RAISED as raised:
             error = raised
         if error is not None:
             self.judge.broken("never-raises", f"victims() raised {error!r}, or what it returned cannot be listed")
@@ -210,7 +213,7 @@ class CacheDrive:
         return self.evict(len(self.model.idle))
 
 
-def call_state(state: Any, method: str, arguments: tuple[Any, ...], salt: int) -> Exception | None:
+def call_state(state: Any, method: str, arguments: tuple[Any, ...], salt: int) -> BaseException | None:
     """Call a method that tells of an event; return what it raised."""
     try:
         if method == "added":
@@ -223,7 +226,7 @@ def call_state(state: Any, method: str, arguments: tuple[Any, ...], salt: int) -
             state.removed(key_of(arguments[0], salt))
         else:
             state.importance([key_of(label, salt) for label in arguments[0]], list(arguments[1]))
-    except Exception as error:
+    except RAISED as error:
         return error
     return None
 
@@ -231,8 +234,8 @@ def call_state(state: Any, method: str, arguments: tuple[Any, ...], salt: int) -
 def call_victims(state: Any, count: int, asker: Asker, now_s: float) -> list[Any]:
     """Ask for victims; nothing where the state raises."""
     try:
-        return list(state.victims(count, asker.fresh(), now_s))
-    except Exception:
+        return list(islice(state.victims(count, asker.fresh(), now_s), count + MORE))
+    except RAISED:
         return []
 
 

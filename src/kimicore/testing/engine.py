@@ -103,8 +103,10 @@ class FakeEngine:
         self.windows = tuple(windows)
         classes = [_kv_class(at, window, config.block_tokens) for at, window in enumerate(self.windows)]
         slab_bytes, _ = slab_layout(classes, 1 << 40)
-        # Faults are counted without a limit on time: a slow machine must not change what a test sees.
-        self._faults = {kind: self.counter(kind, policy.name, 1 << 30) for kind, policy in chosen.items()}
+        # Calls are not timed: a slow machine must not change what a test sees.
+        self._faults = {
+            kind: self.counter(kind, policy.name, config.policy_fault_limit) for kind, policy in chosen.items()
+        }
         self.ledger = Ledger(
             classes, slab_bytes, kv_blocks + 1, config.block_tokens, chosen["eviction"], faults=self._faults["eviction"]
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kimicore.config import EngineConfig
-from kimicore.guard import PolicyFaults
+from kimicore.guard import RAISED, PolicyFaults
 from kimicore.testing.engine import FakeEngine, FakeRequest
 from kimicore.testing.promises import Effort, Story, explore_machine
 
@@ -52,10 +52,10 @@ class EngineDrive:
         self.kind = kind
         self.story = story
         self.story.tell(f"an engine of {kv_blocks} KV blocks, windows {windows}, with {CONFIG.max_batch_size} places")
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             self.engine = _QuietEngine(CONFIG, kv_blocks=kv_blocks, windows=windows, **{kind: maker()})
-        except Exception as raised:
+        except RAISED as raised:
             error = raised
         if error is not None:
             self.story.end(f"starting it raised {error!r}")
@@ -86,7 +86,7 @@ class EngineDrive:
         try:
             bound = self.engine.step()
             self.engine.check_integrity()
-        except Exception as raised:
+        except RAISED as raised:
             error = raised
         if error is not None:
             self.story.end(f"the step raised {error!r}")

@@ -7,6 +7,7 @@ from math import isfinite
 from typing import Any
 
 from kimicore.config import EngineConfig
+from kimicore.guard import RAISED
 from kimicore.testing.engine import FakeEngine, FakeRequest
 from kimicore.testing.promises import Effort, Story, explore
 from kimicore.types import TIERS
@@ -23,7 +24,7 @@ def claims_a_bound(maker: Callable[[], Any]) -> bool:
     """Return whether the policy has a ``starvation_bound_s`` that is not None."""
     try:
         return getattr(maker(), "starvation_bound_s", None) is not None
-    except Exception:  # the settings' own check says what is wrong
+    except RAISED:  # the settings' own check says what is wrong
         return False
 
 

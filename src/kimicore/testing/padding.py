@@ -8,6 +8,7 @@ from typing import Any
 
 from kimicore.asking import SPARE
 from kimicore.contracts import Padding
+from kimicore.guard import RAISED
 from kimicore.testing.engine_check import check_in_engine
 from kimicore.testing.promises import Check, Effort, Judge, Story, Together, explore, named
 from kimicore.testing.settings_check import check_settings
@@ -77,19 +78,19 @@ class _Drive:
         self.seen: dict[Size, Size] = {}
 
     def _make(self) -> Any:
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             return self.maker()
-        except Exception as raised:
+        except RAISED as raised:
             error = raised
         self.story.end(f"making the settings raised {error!r}")
 
     def _call(self, made: Any, method: str, *sizes: int) -> Any:
         """Return what a method answers, or None where it raises."""
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             return getattr(made, method)(*sizes)
-        except Exception as raised:
+        except RAISED as raised:
             error = raised
         self.judge.broken("never-raises", f"{method}{sizes} raised {error!r}")
         return None

@@ -11,6 +11,7 @@ from attrs import asdict
 
 from kimicore.contracts import ModuleView, Precision, PrecisionRules
 from kimicore.errors import ConfigError
+from kimicore.guard import RAISED
 from kimicore.policies.precision import PRECISIONS, ResolvedMap, resolve_precision
 from kimicore.testing.names import Name
 from kimicore.testing.promises import Check, Effort, Judge, Story, Together, explore, named
@@ -101,13 +102,13 @@ def _look(maker: Callable[[], Any], judge: Judge, **model: Any) -> None:
         if other is not None and _plain(other) != _plain(rules):
             judge.broken("repeatable", f"asked again it answered {other!r} in place of {rules!r}")
     _weigh(rules, modules, judge)
-    error: Exception | None = None
+    error: BaseException | None = None
     try:
         resolved = resolve_precision(rules, modules)
         again = ResolvedMap.from_json(resolved.to_json())
     except ConfigError:
         return  # the promises above say why
-    except Exception as raised:
+    except RAISED as raised:
         error = raised
     if error is not None:
         judge.broken("round-trip", f"resolving the rules raised {error!r}")
@@ -118,11 +119,11 @@ def _look(maker: Callable[[], Any], judge: Judge, **model: Any) -> None:
 
 
 def _rules(maker: Callable[[], Any], judge: Judge, modules: Sequence[ModuleView]) -> PrecisionRules | None:
-    error: Exception | None = None
+    error: BaseException | None = None
     rules: Any = None
     try:
         rules = maker().rules(modules)
-    except Exception as raised:
+    except RAISED as raised:
         error = raised
     if error is not None:
         judge.broken("never-raises", f"it raised {error!r}")

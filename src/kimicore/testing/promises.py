@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from attrs import field, frozen
 
 from kimicore.errors import PluginError
+from kimicore.guard import RAISED
 
 __all__ = [
     "BrokenPromise",
@@ -297,6 +298,6 @@ def named(maker: Callable[[], Any]) -> str:
         name = maker().name
         if isinstance(name, str) and name:
             return name
-    except Exception:  # the first check of every kind says what is wrong with it
+    except RAISED:  # the first check of every kind says what is wrong with it
         pass
     return str(getattr(maker, "__name__", "unnamed"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kimicore.guard import RAISED
 from kimicore.testing.promises import Story
 
 __all__ = ["check_settings"]
@@ -25,7 +26,7 @@ def check_settings(kind: str, maker: Callable[[], Any], start: Callable[[Any], A
     story.tell("the maker is called without arguments")
     try:
         made = maker()
-    except Exception as raised:
+    except RAISED as raised:
         error = raised
     if error is not None:
         story.end(f"it raised {error!r}; every setting needs a default")
@@ -46,7 +47,7 @@ def _check_frozen(made: Any, story: Story) -> None:
     story.tell("its name is set anew")
     try:
         setattr(made, "name", made.name)  # noqa: B010
-    except Exception:
+    except RAISED:
         return
     story.end("that changed it: settings are shared and have to be frozen, as @attrs.frozen makes them")
 
@@ -57,7 +58,7 @@ def _check_states(made: Any, start: Callable[[Any], Any], state: type, story: St
     states: list[Any] = []
     try:
         states = [start(made), start(made)]
-    except Exception as raised:
+    except RAISED as raised:
         error = raised
     if error is not None:
         story.end(f"it raised {error!r}")

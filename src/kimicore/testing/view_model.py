@@ -10,6 +10,7 @@ from typing import Any
 from attrs import astuple, evolve, fields
 
 from kimicore.contracts import MemoryView, Ranking, RowView, StepLimits, StepView
+from kimicore.guard import RAISED
 from kimicore.testing.names import Name
 from kimicore.testing.promises import Judge
 
@@ -44,10 +45,10 @@ class ViewDrive:
         self._number = 0
         self._cost = FixedCost()
         self.story.tell(f"start({limits})")
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             self._states = [maker().start(limits) for _ in self._salts]
-        except Exception as raised:
+        except RAISED as raised:
             error = raised
         if error is not None:
             self.story.end(f"making the settings or starting them raised {error!r}")
@@ -140,11 +141,11 @@ class ViewDrive:
             before = _picture(view)
             if not answers:
                 self.story.tell(partial(_shown, view))
-            error: Exception | None = None
+            error: BaseException | None = None
             answer = None
             try:
                 answer = state.rank(view, self._cost)
-            except Exception as raised:
+            except RAISED as raised:
                 error = raised
             if error is not None:
                 self.judge.broken("never-raises", f"rank() raised {error!r}")

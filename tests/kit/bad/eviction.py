@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -88,6 +89,17 @@ class TooFew(GoodState):
 class TooMany(GoodState):
     def victims(self, count: int, evictable: Evictable, now_s: float) -> Any:
         return self.order(evictable)[: count + 1]
+
+
+class Endless(GoodState):
+    def victims(self, count: int, evictable: Evictable, now_s: float) -> Any:
+        return itertools.cycle(self.order(evictable) or [b"nobody"])
+
+
+class Exits(GoodState):
+    def importance(self, keys: Sequence[BlockKey], values: Sequence[float]) -> None:
+        if max(values) > 3.0:
+            raise SystemExit(3)
 
 
 class AsksAboutGone(GoodState):
@@ -215,6 +227,7 @@ class Mutable:
 BAD: list[tuple[str, Callable[[], Any]]] = [
     ("settings", Mutable),
     ("never-raises", lambda: Good(Raises)),
+    ("never-raises", lambda: Good(Exits)),
     ("evictable", lambda: Good(NamesHeld)),
     ("distinct", lambda: Good(NamesTwice)),
     ("leaf-first", lambda: Good(RootsFirst)),

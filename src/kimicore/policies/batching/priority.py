@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from attrs import frozen
 
+from kimicore.checks import float_field
 from kimicore.contracts import Ranking, RowView, StepCost, StepLimits, StepView
 from kimicore.errors import ConfigError
 
@@ -19,12 +20,8 @@ class Priority:
     priority that also stand before it may preempt it; equals never preempt each other.
     """
 
-    aging_s: float = 5.0
+    aging_s: float = float_field(5.0, 0.0, 86400.0, fault=ConfigError, above=True)
     name: str = "priority"
-
-    def __attrs_post_init__(self) -> None:
-        if not self.aging_s > 0:
-            raise ConfigError(f"aging_s={self.aging_s!r}: must be over 0 seconds")
 
     @property
     def starvation_bound_s(self) -> float:

@@ -9,6 +9,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 from attrs import define, frozen
 
+from kimicore.checks import float_field
 from kimicore.contracts import BlockKey
 from kimicore.errors import ConfigError
 from kimicore.policies.eviction.candidates import Candidates
@@ -41,18 +42,10 @@ class ActivityImportance:
     for a value out of range.
     """
 
-    half_life_s: float = 300.0
-    importance_weight: float = 0.3
-    learn_half_life_s: float = 600.0
+    half_life_s: float = float_field(300.0, 1e-3, 1e9, fault=ConfigError)
+    importance_weight: float = float_field(0.3, 0.0, 1.0, fault=ConfigError, above=True)
+    learn_half_life_s: float = float_field(600.0, 1e-3, 1e9, fault=ConfigError)
     name: str = "activity-importance"
-
-    def __attrs_post_init__(self) -> None:
-        for field in ("half_life_s", "learn_half_life_s"):
-            value = getattr(self, field)
-            if not 0.0 < value < math.inf:
-                raise ConfigError(f"{field}={value!r}: must be a number of seconds over 0")
-        if not 0.0 < self.importance_weight <= 1.0:
-            raise ConfigError(f"importance_weight={self.importance_weight!r}: must be over 0 and at most 1")
 
     def start(self, capacity_blocks: int, ghost_blocks: int, seed: int) -> ActivityImportanceState:
         """Return fresh state."""

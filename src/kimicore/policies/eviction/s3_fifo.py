@@ -6,6 +6,7 @@ from collections import OrderedDict
 
 from attrs import frozen
 
+from kimicore.checks import float_field, int_field
 from kimicore.contracts import BlockKey
 from kimicore.errors import ConfigError
 from kimicore.policies.eviction.candidates import Candidates
@@ -19,21 +20,15 @@ MOST_USES = 3  # uses since a block was queued that are counted: two bits in the
 class S3Fifo:
     """New blocks pass through a small queue, and stay only where they are used again meanwhile.
 
-    ``small_share``: the small queue's share of the capacity, over 0 and under 1. ``promote_uses``: how many further
-    uses take a block from the small queue to the main one. Raises ConfigError for other values.
+    ``small_share``: the small queue's share of the capacity, over 0 and at most 0.99. ``promote_uses``: how many
+    further uses take a block from the small queue to the main one. Raises ConfigError for other values.
 
     Source: Yang et al., "FIFO queues are all you need for cache eviction" (SOSP 2023).
     """
 
-    small_share: float = 0.1
-    promote_uses: int = 2
+    small_share: float = float_field(0.1, 0.0, 0.99, fault=ConfigError, above=True)
+    promote_uses: int = int_field(2, 1, MOST_USES, fault=ConfigError)
     name: str = "s3-fifo"
-
-    def __attrs_post_init__(self) -> None:
-        if not 0.0 < self.small_share < 1.0:
-            raise ConfigError(f"small_share={self.small_share!r}: must be over 0 and under 1, a share of the capacity")
-        if not 1 <= self.promote_uses <= MOST_USES:
-            raise ConfigError(f"promote_uses={self.promote_uses!r}: must be from 1 to {MOST_USES}")
 
     def start(self, capacity_blocks: int, ghost_blocks: int, seed: int) -> S3FifoState:
         """Return fresh state that remembers as many blocks that left as the main queue holds, if it may."""

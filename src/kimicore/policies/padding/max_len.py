@@ -6,6 +6,7 @@ import math
 
 from attrs import frozen
 
+from kimicore.checks import int_field
 from kimicore.errors import ConfigError
 from kimicore.types import Shape
 
@@ -19,12 +20,8 @@ class MaxLen:
     At most one shape per power and direction exists, and less than half of a step of ``smallest`` or more is padding.
     """
 
-    smallest: int = 1
+    smallest: int = int_field(1, 1, 1 << 20, fault=ConfigError)
     name: str = "max-len"
-
-    def __attrs_post_init__(self) -> None:
-        if isinstance(self.smallest, bool) or not isinstance(self.smallest, int) or self.smallest < 1:
-            raise ConfigError(f"smallest={self.smallest!r}: must be an integer of at least 1")
 
     def shape(self, tokens: int, rows: int, blocks: int) -> Shape:
         """Return the next powers of two."""

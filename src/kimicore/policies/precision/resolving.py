@@ -203,7 +203,8 @@ def _refuse(faults: Sequence[str]) -> None:
     if faults:
         more = f"\n  and {len(faults) - MOST_FAULTS} more" if len(faults) > MOST_FAULTS else ""
         listed = "".join(f"\n  {fault}" for fault in faults[:MOST_FAULTS])
-        raise ConfigError(f"the precision map has {len(faults)} faults:{listed}{more}")
+        count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+        raise ConfigError(f"the precision map has {count}:{listed}{more}")
 
 
 def _aligned(rows: Sequence[Sequence[str]], right: set[int]) -> str:
