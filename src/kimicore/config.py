@@ -56,7 +56,7 @@ class EngineConfig:
     ``max_batch_size`` rows and ``max_batch_tokens`` tokens bound a step. ``min_batch_size`` and
     ``max_wait_s``: while other rows run, new prompts are held back until that many wait or the oldest has
     waited that long; an idle engine starts at once. ``target_step_s``: while streams
-    are generating, chunks of prompts are sized so that a step takes about this long, or up to 1.8 times what the
+    are generating, chunks of prompts are sized so that a step takes about this long, or up to 1.9 times what the
     generating rows take alone where that is more. Nobody sees pauses within a ``generate``: beside those alone,
     chunks are as large as ``max_batch_tokens`` allows.
 

@@ -85,8 +85,8 @@ def plan(
 
     There is one budget of ``max_batch_tokens``. Rows that generate come first with one token each, then chunks of
     prompts in the policy's order. While streamed rows generate (somebody sees their pauses), chunks are as large as
-    keeps 95 of 100 such steps under 1.1 times ``target_step_s`` (or under 1.8 times what a step takes without them),
-    and at least 8 tokens together. Where they cannot all be served whole, half of the chunk tokens go by rank and the
+    keeps 95 of 100 such steps under 1.1 times ``target_step_s`` (or under 1.9 times what a step takes without them),
+    and at least 11 tokens together. Where they cannot all be served whole, half of the chunk tokens go by rank and the
     other half to prompts with less than half of what the first has left, shortest first, so that a short prompt does
     not wait for a long one. A request is admitted when its known tokens and a small margin fit without anybody giving
     way, in the order of rank and never past one that does not fit.

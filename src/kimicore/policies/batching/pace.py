@@ -11,7 +11,7 @@ __all__ = ["AIM", "FLOOR_TOKENS", "STRETCH", "Pace"]
 # How the planner sizes chunks beside streams that generate:
 AIM = 1.1  # times the target: what 95 of 100 steps stay under, so that 99 stay under 1.2 times
 STRETCH = 1.9  # a step beside prompts may take this many times what its generating rows take alone
-FLOOR_TOKENS = 10  # prompts get at least so many tokens a step, however slow steps are
+FLOOR_TOKENS = 11  # prompts get at least so many tokens a step, however slow steps are
 
 
 @frozen
