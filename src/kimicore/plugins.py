@@ -164,9 +164,23 @@ def built_in(kind: str, name: str) -> bool:
 
 
 def known(kind: str) -> dict[str, str]:
-    """Return the names of a kind with where each comes from ("built in", or the distribution's name)."""
-    names = {name: origin for name, _, origin in _installed(f"kimicore.{kind}")}
-    return {**names, **dict.fromkeys(KINDS[kind], "built in")}
+    """Return the names of a kind with where each comes from ("built in", or the distribution's name).
+
+    Of a name that is claimed more than once all origins are told, and that it cannot be used.
+    """
+    claims = {name: [(target, "built in")] for name, target in KINDS[kind].items()}
+    for name, target, origin in _installed(f"kimicore.{kind}"):
+        pairs = claims.setdefault(name, [])
+        if (target, origin) not in pairs:
+            pairs.append((target, origin))
+    return {name: _told([origin for _, origin in pairs]) for name, pairs in claims.items()}
+
+
+def _told(origins: list[str]) -> str:
+    if len(origins) == 1:
+        return origins[0]
+    origins.sort(key=lambda one: (one != "built in", one))
+    return f"{', '.join(origins)}: claimed more than once, so it cannot be used; remove or rename one"
 
 
 def _named(kind: str, name: str) -> list[tuple[str, str]]:

@@ -94,7 +94,9 @@ def test_a_built_in_is_never_replaced(tmp_path: Path, monkeypatch: pytest.Monkey
     installed(tmp_path, "two", "[kimicore.padding]\nshared = two:Two\n")
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     assert resolve("padding", "max-len").name == "max-len"
-    assert known("padding")["packed"] == "built in"
+    assert known("padding")["packed"].startswith("built in, one: claimed more than once")
+    assert known("padding")["shared"].startswith("one, two: claimed more than once")
+    assert known("padding")["lcm"] == "built in"
     with pytest.raises(PluginError, match=r"more than once.*built in"):
         resolve("padding", "packed")
     with pytest.raises(PluginError, match=r"more than once.*one.*two"):
