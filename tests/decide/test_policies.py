@@ -10,18 +10,12 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.rigs.installed import distribution
 
 from kimicore.errors import ConfigError, PluginError
 from kimicore.guard import PolicyFaults
 from kimicore.plugins import KINDS, known, resolve
 from kimicore.policies.padding.max_len import MaxLen
-
-
-def installed(folder: Path, name: str, text: str) -> None:
-    """Lay out an installed distribution with these entry points."""
-    info = folder / f"{name}-1.0.dist-info"
-    info.mkdir()
-    (info / "entry_points.txt").write_text(text)
 
 
 def test_every_built_in_can_be_made():
@@ -66,7 +60,7 @@ PADDING = "from kimicore.policies.padding.packed import Packed as Base\n"
 def test_what_is_no_policy_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, message: str):
     """An entry point that gives something else than a policy of its kind is an error that says what is missing."""
     (tmp_path / "odd_policy.py").write_text(source)
-    installed(tmp_path, "odd", "[kimicore.padding]\nodd = odd_policy:Mine\n")
+    distribution(tmp_path, "odd", "[kimicore.padding]\nodd = odd_policy:Mine\n")
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     with pytest.raises(PluginError, match=message):
         resolve("padding", "odd")
@@ -76,7 +70,7 @@ def test_what_is_no_policy_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_an_installed_policy_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A policy of an installed package is found by name and imported only when asked for."""
     (tmp_path / "mine_policy.py").write_text(f"{PADDING}def Mine(): return Base(name='mine')\n")
-    installed(tmp_path, "mine", "[kimicore.padding]\nmine = mine_policy:Mine\nbroken = no_such_module:Thing\n")
+    distribution(tmp_path, "mine", "[kimicore.padding]\nmine = mine_policy:Mine\nbroken = no_such_module:Thing\n")
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     assert known("padding")["mine"] == "mine"
     assert "mine_policy" not in sys.modules
@@ -90,8 +84,8 @@ def test_an_installed_policy_is_found(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_built_in_is_never_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A package that claims a built-in's name, or two that claim one name, are an error when that name is asked for."""
-    installed(tmp_path, "one", "[kimicore.padding]\npacked = one:One\nshared = one:One\n")
-    installed(tmp_path, "two", "[kimicore.padding]\nshared = two:Two\n")
+    distribution(tmp_path, "one", "[kimicore.padding]\npacked = one:One\nshared = one:One\n")
+    distribution(tmp_path, "two", "[kimicore.padding]\nshared = two:Two\n")
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     assert resolve("padding", "max-len").name == "max-len"
     assert known("padding")["packed"].startswith("built in, one: claimed more than once")
@@ -108,9 +102,9 @@ def test_a_malformed_neighbour_does_not_hide_others(
 ):
     """A package whose entry points cannot be read costs nothing but a warning."""
     (tmp_path / "good_policy.py").write_text(f"{PADDING}def Good(): return Base(name='good')\n")
-    installed(tmp_path, "aaa", "this is not\n[an ini file\n")
-    installed(tmp_path, "bad", "[kimicore.padding]\nbad = 1 + 1\n")
-    installed(tmp_path, "good", "[kimicore.padding]\ngood = good_policy:Good\n")
+    distribution(tmp_path, "aaa", "this is not\n[an ini file\n")
+    distribution(tmp_path, "bad", "[kimicore.padding]\nbad = 1 + 1\n")
+    distribution(tmp_path, "good", "[kimicore.padding]\ngood = good_policy:Good\n")
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     with caplog.at_level(logging.WARNING, "kimicore"):
         assert resolve("padding", "good").name == "good"

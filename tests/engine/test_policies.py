@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import anyio
 import pytest
 
 from kimicore import Choice, ConfigError, Engine, EngineConfig, InvalidRequest, PluginError, Retention
+from rigs.installed import bad_policies
 from rigs.settle import settled
 
 pytestmark = pytest.mark.anyio
@@ -85,14 +85,7 @@ class Padding(Packed):
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A package with policies that break their promises, on the path."""
-    (tmp_path / "bad_engine_policies.py").write_text(POLICIES)
-    folder = tmp_path / "bad_policies-1.0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: bad-policies\nVersion: 1.0\n")
-    lines = [f"[kimicore.{kind}]\nbad-{kind} = bad_engine_policies:{kind.title()}" for kind in KINDS]
-    (folder / "entry_points.txt").write_text("\n".join(lines))
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "bad_engine_policies", raising=False)
+    bad_policies(tmp_path, monkeypatch, "bad_engine_policies", POLICIES, KINDS)
 
 
 KINDS = ("batching", "eviction", "padding")

@@ -90,6 +90,16 @@ def test_a_later_use_never_makes_the_mean_earlier(gaps: list[float], pick: int, 
     assert means[0] <= means[1] + 1e-6 * half_life_s
 
 
+def test_a_clock_that_steps_back_is_no_fault():
+    """Events that come with an earlier time than those before are taken as simultaneous."""
+    state = started(half_life_s=0.001)
+    for now_s in (10.0, 5.0, 1.0):
+        state.added(b"a", None, 0, now_s)
+        state.added(b"b", b"a", 1, now_s)
+        state.touched(b"a", now_s)
+    assert set(order(state, 2, 1.0)) == {b"a", b"b"}
+
+
 def test_a_block_that_comes_back_resumes_its_score():
     """A block that left and is remembered counts its earlier uses when it is back; without ghosts it does not."""
     for ghosts, first in ((400, b"new"), (0, b"old")):

@@ -12,6 +12,7 @@ from kimicore.cli.main import main
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for the rigs
 
+from rigs.installed import bad_policies
 from rigs.tiny import make_tiny
 
 POISSON = ["--generate", "poisson", "--rate", "4", "--duration", "20", "-q"]
@@ -19,6 +20,8 @@ TALKS = ["--generate", "multi-turn", "--rate", "0.5", "--duration", "60", "--cac
 SEED = ["--block-tokens", "64", "-q"]
 
 POLICIES = """
+import itertools
+
 from attrs import frozen
 
 from kimicore.contracts import PrecisionRules
@@ -63,6 +66,11 @@ class State(LruState):
         raise RuntimeError("not today")
 
 
+class Endless(LruState):
+    def victims(self, count, evictable, now_s):
+        return itertools.cycle(super().victims(count, evictable, now_s))
+
+
 @frozen
 class Eviction:
     how: str = "victims"
@@ -71,6 +79,8 @@ class Eviction:
     def start(self, capacity_blocks, ghost_blocks, seed):
         if self.how == "start":
             raise RuntimeError("not today")
+        if self.how == "endless":
+            return Endless()
         return None if self.how == "none" else State(self.how)
 
 
@@ -95,14 +105,7 @@ KINDS = ("batching", "eviction", "precision")
 @pytest.fixture(autouse=True)
 def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A package with policies that break their promises, on the path."""
-    (tmp_path / "bad_shell_policies.py").write_text(POLICIES)
-    folder = tmp_path / "bad_policies-1.0.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: bad-policies\nVersion: 1.0\n")
-    lines = [f"[kimicore.{kind}]\nbad-{kind} = bad_shell_policies:{kind.title()}" for kind in KINDS]
-    (folder / "entry_points.txt").write_text("\n".join(lines))
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "bad_shell_policies", raising=False)
+    bad_policies(tmp_path, monkeypatch, "bad_shell_policies", POLICIES, KINDS)
 
 
 def test_a_policy_that_was_set_aside_stands_in_every_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,6 +153,12 @@ def test_a_bare_cache_names_the_policy_that_failed(how: str, capsys: pytest.Capt
     assert "PluginError" in error
     assert "'bad-eviction'" in error
     assert f"{'start' if how == 'none' else how}()" in error
+
+
+def test_a_bare_cache_reads_an_endless_answer_only_so_far(capsys: pytest.CaptureFixture[str]) -> None:
+    """Victims without an end are more than were asked for."""
+    assert main(["simulate", *TALKS, *SEED, "--eviction", "bad-eviction", "--set", "eviction.how=endless"]) == 1
+    assert "victims" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

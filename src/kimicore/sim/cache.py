@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 from attrs import define, frozen
 
@@ -110,7 +111,7 @@ class _Cache:
         """Evict ``count`` blocks that the policy names."""
         taken: list[BlockKey] = []
         try:
-            named = list(state.victims(count, self.asker(taken), now_s))
+            named = list(islice(state.victims(count, self.asker(taken), now_s), count + 1))
             right = len(named) == count and sorted(named) == sorted(taken)
         except RAISED as error:
             raise _failed(self.name, "victims()", error) from error

@@ -169,7 +169,7 @@ class ActivityImportanceState(Candidates):
             block = blocks.get(key)
             if block is not None:
                 least = max(least, block.uses)  # whoever used a block used those before it as well
-                activity = max(activity, block.activity * 2.0 ** ((block.used_s - now_s) / self._half_life_s))
+                activity = max(activity, block.activity * 2.0 ** (min(block.used_s - now_s, 0.0) / self._half_life_s))
                 if block.speaks:
                     rates.used(block.kind, block.mean_s, now_s)
             used.append((key, parent, least + 1, activity + 1.0))
