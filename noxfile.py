@@ -60,12 +60,15 @@ def tests(session: nox.Session) -> None:
     session.run("pytest", "-q", *session.posargs)
 
 
+DEEP = ("tests/decide", "tests/kit", "tests/kv", "tests/sampling", "tests/text")
+
+
 @nox.session
 def machines(session: nox.Session) -> None:
     """Run property tests and state machines deeply, then the long forms (stress, whole corpora)."""
     session.install(".[test]")
     deep = {"KIMICORE_HYPOTHESIS": "deep"}
-    session.run("pytest", "-q", "tests/decide", "tests/kit", "tests/sampling", "tests/text", *session.posargs, env=deep)
+    session.run("pytest", "-q", *DEEP, *session.posargs, env=deep)
     session.run("pytest", "-q", "-s", "-m", "long", "--timeout=0", *session.posargs, env=deep)
 
 

@@ -96,7 +96,16 @@ def command_lines(page: Path) -> Iterator[list[str]]:
 def test_command_lines_are_understood(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every ``kimicore`` command of a page is one that the real parser takes."""
     reached: list[str] = []
-    for command in (cli.generate, cli.chat, cli.doctor, cli.simulate, cli.bench, cli.check_policy, cli.policies):
+    for command in (
+        cli.generate,
+        cli.chat,
+        cli.doctor,
+        cli.simulate,
+        cli.bench,
+        cli.check_policy,
+        cli.policies,
+        cli.warmup,
+    ):
         # The parser is the real one; only what would follow it, a model's answer, is left out.
         monkeypatch.setattr(command, "run", lambda options: reached.append(options.command) or 0)
     for words in command_lines(page):

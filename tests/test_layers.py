@@ -22,7 +22,8 @@ PLACES = {
         [
             f"kimicore.{name}"
             for name in (
-                "checks", "clock", "config", "errors", "guard", "memory", "records", "sampling_params", "types",
+                "checks", "clock", "config", "errors", "guard", "memory", "moves", "records", "sampling_params",
+                "types",
             )
         ],
         (0, "records"),
@@ -32,8 +33,8 @@ PLACES = {
         [
             f"kimicore.{name}"
             for name in (
-                "admission", "asking", "blocks", "book", "cost", "leap", "ledger", "plan", "prefix", "requests", "room",
-                "roster", "slabs", "steps",
+                "admission", "asking", "below", "blocks", "book", "cost", "importance", "leap", "ledger", "loading",
+                "plan", "prefix", "rates", "requests", "room", "roster", "shelf", "sinking", "slabs", "steps", "tiers",
             )
         ],
         (2, "decide"),
@@ -41,10 +42,18 @@ PLACES = {
     "kimicore.text": (2, "text"),
     "kimicore.kernels": (2, "device"),
     **dict.fromkeys(["kimicore.model", "kimicore.kv"], (3, "device")),
-    "kimicore.runner": (4, "device"),
+    **dict.fromkeys(["kimicore.mover", "kimicore.runner"], (4, "device")),
     # The loop fills handles and wakes their readers, so they stand on its floor, below the faces.
-    **dict.fromkeys(["kimicore.loop", "kimicore.handle", "kimicore.intake", "kimicore.wake"], (4, "loop")),
-    **dict.fromkeys([f"kimicore.{name}" for name in ("assembly", "engine", "face", "sync")], (5, "shell")),
+    **dict.fromkeys([f"kimicore.{name}" for name in ("block_moves", "handle", "intake", "loop", "wake")], (4, "loop")),
+    **dict.fromkeys(
+        [
+            f"kimicore.{name}"
+            for name in (
+                "assembly", "engine", "face", "saved_turns", "session", "sync", "sync_session", "tiering", "turns",
+            )
+        ],
+        (5, "shell"),
+    ),
     **dict.fromkeys([f"kimicore.{name}" for name in ("asgi", "cli", "integrations", "report", "sim")], (6, "top")),
     "kimicore.testing": (6, "top"),
 }  # fmt: skip
@@ -55,13 +64,13 @@ OUTSIDE = {
     "policies": {"entrypoints", "numpy"},
     "decide": {"numpy"},
     "text": {"tokenizers", "jinja2"},
-    "device": {"torch", "numpy", "triton", "zstandard", "huggingface_hub"},
+    "device": {"torch", "numpy", "triton", "zstandard", "xxhash", "huggingface_hub"},
     "loop": {"anyio", "trio"},
     "shell": {"anyio", "trio", "torch"},
     "top": {"anyio", "trio", "torch", "numpy", "hypothesis", "kimicore"},
 }
 EVENT_LOOPS = {"anyio", "asyncio", "trio", "sniffio"}
-AWAITS = ("kimicore.wake", "kimicore.engine", "kimicore.asgi", "kimicore.cli")
+AWAITS = ("kimicore.wake", "kimicore.engine", "kimicore.session", "kimicore.asgi", "kimicore.cli")
 
 MAKES_STATE = {
     "Condition", "ContextVar", "Counter", "Event", "OrderedDict", "Queue", "RLock", "Random", "Semaphore",

@@ -45,7 +45,10 @@ from kimicore.types import (
 
 if TYPE_CHECKING:
     from kimicore.engine import Engine, Stream
+    from kimicore.session import Session
     from kimicore.sync import SyncEngine, SyncStream
+    from kimicore.sync_session import SyncSession
+    from kimicore.turns import SavedSession
 
 __version__ = "0.1.0"
 
@@ -70,9 +73,12 @@ __all__ = [
     "RequestTimeout",
     "Retention",
     "SamplingParams",
+    "SavedSession",
+    "Session",
     "Stream",
     "StreamChunk",
     "SyncEngine",
+    "SyncSession",
     "SyncStream",
     "Timing",
     "TokenLogprob",
@@ -82,8 +88,11 @@ __all__ = [
 
 _LAZY = {
     "Engine": "kimicore.engine",
+    "SavedSession": "kimicore.turns",
+    "Session": "kimicore.session",
     "Stream": "kimicore.engine",
     "SyncEngine": "kimicore.sync",
+    "SyncSession": "kimicore.sync_session",
     "SyncStream": "kimicore.sync",
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,10 +13,12 @@ from kimicore.book import Book
 from kimicore.clock import MonotonicClock
 from kimicore.config import EngineConfig
 from kimicore.errors import ConfigError, ForkedProcess, ModelLoadError
+from kimicore.importance import Importance
 from kimicore.kernels.registry import select_ops
 from kimicore.kv.arena import Arena
 from kimicore.loop import EngineLoop
 from kimicore.memory import available_bytes
+from kimicore.model.importance_table import ImportanceTable, table_path
 from kimicore.model.load import open_source
 from kimicore.model.spec import ModelSpec, kv_classes, spec_from_config
 from kimicore.model.transformer import Transformer
@@ -23,6 +26,7 @@ from kimicore.plan import Planner
 from kimicore.prefix import KeyContext
 from kimicore.runner import ModelRunner
 from kimicore.text.tokenizer import Tokenizer
+from kimicore.tiering import lower_tiers
 from kimicore.types import KVClass
 
 if TYPE_CHECKING:
@@ -61,30 +65,64 @@ def assemble(model: str | os.PathLike[str], config: EngineConfig, progress: Prog
             f"{source.path}: eos_token_id={ends}: outside the vocabulary of {tokenizer.vocab_size} tokens"
         )
     classes = kv_classes(spec, str(dtype).removeprefix("torch."), config.block_tokens)
+    importance = _importance(os.fspath(model), source, classes, config)
     arena = _arena(classes, config)
     ops = select_ops("cpu", dtype, native=config.native_kernels, shapes=_weight_shapes(spec))
     transformer = Transformer.load(spec, source, ops, dtype, progress, known_tokens=tokenizer.vocab_size)
     runner = ModelRunner(transformer, arena, ops, config.block_tokens)
     runner.warm_up(min(WARM_TOKENS, config.max_batch_tokens))
     dynamic = any(one.kind == "dynamic" for one in spec.ropes)
-    book = Book.from_config(
-        classes=classes,
-        slab_bytes=arena.slab_bytes,
-        slabs=arena.slabs,
-        config=config,
-        contexts=_contexts(classes, spec, source, tokenizer, dtype),
-        rope_original_tokens=spec.trained_tokens if dynamic else None,
-    )
-    return EngineLoop(
-        book=book,
-        planner=Planner.from_config(config),
-        runner=runner,
-        tokenizer=tokenizer,
-        config=config,
-        clock=MonotonicClock(),
-        context_tokens=spec.context_tokens,
-        set_threads=_set_threads,
-    )
+    clock = MonotonicClock()
+    contexts = _contexts(classes, spec, source, tokenizer, dtype)
+    lower = lower_tiers(config, arena, contexts, clock)
+    try:
+        book = Book.from_config(
+            classes=classes,
+            slab_bytes=arena.slab_bytes,
+            slabs=arena.slabs,
+            config=config,
+            contexts=contexts,
+            rope_original_tokens=spec.trained_tokens if dynamic else None,
+            secret=None if lower is None else lower.secret,
+            tiers_of=None if lower is None else lower.tiers_of,
+            importance=importance,
+        )
+        return EngineLoop(
+            book=book,
+            planner=Planner.from_config(config),
+            runner=runner,
+            tokenizer=tokenizer,
+            config=config,
+            clock=clock,
+            context_tokens=spec.context_tokens,
+            set_threads=_set_threads,
+            carrier=None if lower is None else lower.mover,
+        )
+    except BaseException:
+        if lower is not None:
+            lower.mover.close(0.0)
+        raise
+
+
+def _importance(
+    model: str, source: WeightSource, classes: Sequence[KVClass], config: EngineConfig
+) -> Importance | None:
+    """Return what the settings ask for; raises ConfigError where there is no table and one is needed."""
+    if config.importance == "off":
+        return None
+    fingerprint, size = source.fingerprint, config.block_tokens
+    path = table_path(fingerprint, size) if config.importance_table is None else Path(config.importance_table)
+    values: Sequence[Sequence[float]] = ()
+    if config.importance == "table" or config.importance_table is not None or path.exists():
+        try:
+            values = ImportanceTable.read(path.expanduser(), fingerprint, size, [one.name for one in classes]).values
+        except ConfigError as error:
+            options = "" if size == 16 else f" --block-tokens {size}"
+            options += "" if config.importance_table is None else f" --out {config.importance_table}"
+            raise ConfigError(
+                f"importance={config.importance!r}: {error}; run: kimicore warmup {model}{options}"
+            ) from error
+    return Importance(config.importance_every if config.importance == "attention" else 0, values)
 
 
 def _set_threads(count: int) -> int:

@@ -39,6 +39,7 @@ class Blocks:
         "state",
         "told",
         "twins",
+        "uses",
     )
 
     def __init__(self, slots: int, rooted: bool, policy: EvictionState, faults: PolicyFaults) -> None:
@@ -57,6 +58,7 @@ class Blocks:
         self.twins: dict[BlockKey, list[int]] = {}  # held blocks whose content another slot was first to index
         self.kept: dict[BlockKey, tuple[float, int]] = {}  # until when, at which priority somebody wants it cached
         self.idle: OrderedDict[int, None] = OrderedDict()  # indexed, nobody holds it; longest unused first
+        self.uses: Callable[[BlockKey], None] | None = None  # is told of every use, where lower tiers want to know
 
     def enter(self, slot: int, key: BlockKey, parent: int, depth: int) -> int:
         """Index a sealed block, or note it as a twin; return the slot that holds its content, itself or another."""
@@ -143,6 +145,8 @@ class Blocks:
 
     def tell(self, slot: int, key: BlockKey, now_s: float) -> None:
         """Tell the policy that a request has used an indexed block and lets go of it."""
+        if self.uses is not None:
+            self.uses(key)
         if self.told[slot]:
             self._call("touched()", self.policy.touched, key, now_s)
             return
@@ -155,7 +159,8 @@ class Blocks:
         """Tell the policy how much attention blocks got that it knows."""
         pairs = [(self.key[slot], value) for slot, value in zip(slots, values, strict=True) if self.told[slot]]
         keys, shares = [key for key, _ in pairs], [value for _, value in pairs]
-        self._call("importance()", self.policy.importance, keys, shares)
+        if keys:
+            self._call("importance()", self.policy.importance, keys, shares)
 
     # ------------------------------------------------------------ who goes
 
@@ -222,6 +227,24 @@ class Blocks:
             return True
 
         return evictable
+
+    def next_victims(self, count: int, now_s: float) -> list[int]:
+        """Return the slots of the blocks that would go next, up to ``count``, a leaf before its root; none goes."""
+        found: list[int] = []
+        gone: set[int] = set()
+        for key in self.victims(count, now_s):
+            slot = self.index.slots.get(key, 0) if isinstance(key, bytes) else 0
+            if slot not in self.idle or slot in gone or not (self.children[slot] or gone) <= gone:
+                self.faults.note("victims are cached, not held, named once, and a leaf goes before its root")
+                break
+            gone.add(slot)
+            found.append(slot)
+        if not found:
+            for slot in islice(self.idle, count):
+                if (self.children[slot] or gone) <= gone and self.key[slot] not in self.kept:
+                    gone.add(slot)
+                    found.append(slot)
+        return found
 
     def legal_victim(self, key: object) -> int:
         """Return the slot of a block that may go now, or 0."""

@@ -6,23 +6,26 @@ The book is the only one that changes a request: ``submit``, ``cancel`` and ``ex
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 from struct import error as StructError
 
 from kimicore.admission import Capacity, HeldBlocks, limits_of
+from kimicore.below import Below
 from kimicore.config import EngineConfig
 from kimicore.contracts import MemoryView, RowView, StepLimits, StepView
 from kimicore.errors import ConfigError, InvalidRequest, Overloaded, PromptTooLong, RequestTimeout
 from kimicore.guard import PolicyFaults
+from kimicore.importance import Importance
 from kimicore.leap import DecodeSteps, Ends, Leap
 from kimicore.ledger import Ledger
 from kimicore.plugins import faults_of, resolve
-from kimicore.prefix import BlockKeys, KeyContext, joined
+from kimicore.prefix import BlockKeys, KeyChain, KeyContext, joined
 from kimicore.requests import Event, Failed, NewRequest, Request
 from kimicore.roster import Roster
+from kimicore.sinking import Sink
 from kimicore.steps import Steps
+from kimicore.tiers import Tiers
 from kimicore.types import BoundStep, EngineStats, KVClass, StepPlan, StepResult
 
 __all__ = ["Book"]
@@ -47,6 +50,8 @@ class Book:
         *,
         max_waiting: int = 4096,
         rope_original_tokens: int | None = None,
+        tiers: Tiers | None = None,
+        importance: Importance | None = None,
     ) -> None:
         if len(contexts) != len(ledger.classes):
             raise ValueError("one context per KV class is needed")
@@ -60,8 +65,9 @@ class Book:
         self._keys = keys
         self._contexts = tuple(contexts)
         self._rope_original_tokens = rope_original_tokens
-        self._roster = Roster(ledger)
+        self._roster = Roster(ledger, importance)
         self._steps = Steps(self._roster)
+        self.below = None if tiers is None else Below(self._roster, tiers, limits)
         self._deadlines: list[tuple[float, int]] = []
         self._now_s = 0.0
 
@@ -76,10 +82,13 @@ class Book:
         contexts: Sequence[KeyContext],
         rope_original_tokens: int | None = None,
         secret: bytes | None = None,
+        tiers_of: Callable[[Ledger], Tiers] | None = None,
+        importance: Importance | None = None,
     ) -> Book:
         """Return a book with the ledger and the policies that the settings name.
 
         ``slab_bytes``, ``slabs``: the arena, slab 0 included. ``secret``: keys the block names (None draws one).
+        ``tiers_of``: makes the tiers below the ledger's, where there are any.
         """
         eviction = resolve("eviction", config.eviction, config.policy.get("eviction"))
         faults = faults_of("eviction", config.eviction, config)
@@ -91,6 +100,8 @@ class Book:
             limits_of(config),
             max_waiting=config.max_waiting,
             rope_original_tokens=rope_original_tokens,
+            tiers=None if tiers_of is None else tiers_of(ledger),
+            importance=importance,
         )
 
     # ------------------------------------------------------------ from outside
@@ -167,15 +178,19 @@ class Book:
     def _make(self, new: NewRequest) -> Request:
         group = new.number if new.leader is None else new.leader
         salt = joined(new.salt) if new.use_cache else joined(new.salt, b"private", str(group).encode())
-        length, original = len(new.prompt), self._rope_original_tokens
-        rope = None if original is None or length <= original else str(length).encode()
+        return Request(new, self._chains(new.prompt, len(new.prompt), salt), group)
+
+    def _chains(self, tokens: Sequence[int], prompt_tokens: int, salt: bytes) -> tuple[KeyChain, ...]:
+        """Return the keys of a sequence's full blocks per class; a dynamic rope depends on the prompt's length."""
+        original = self._rope_original_tokens
+        rope = None if original is None or prompt_tokens <= original else str(prompt_tokens).encode()
         chains = self._keys.chains(self._contexts, salt, rope)
         try:
             for chain in chains:
-                chain.extend(new.prompt, length // self.ledger.block_tokens)
+                chain.extend(tokens, len(tokens) // self.ledger.block_tokens)
         except StructError as error:
             raise InvalidRequest(f"the prompt holds something that is no token id: {error}") from error
-        return Request(new, chains, group)
+        return chains
 
     def cancel(self, number: int) -> bool:
         """End a request without an answer; False where it has ended already.
@@ -227,6 +242,16 @@ class Book:
         events, self._roster.events = self._roster.events, []
         return events
 
+    def sink(self, tokens: Sequence[int], prompt_tokens: int, salt: bytes) -> Sink:
+        """Have the KV of a sequence written to disk from now on, as far as any tier has it.
+
+        ``prompt_tokens``: length of the prompt that computed it. Raises InvalidRequest for what are no token ids.
+        """
+        chains = self._chains(tokens, prompt_tokens, joined(salt))
+        if self.below is None:
+            return Sink(0, {}, 0, True)
+        return self.below.sink(chains, len(tokens))
+
     # ------------------------------------------------------------ a step
 
     def view(self, now_s: float) -> StepView:
@@ -237,14 +262,17 @@ class Book:
         if roster.waiting_view is None:
             rows = [request.view() for request in roster.waiting.values()]
             roster.waiting_view = tuple(sorted(rows, key=_arrival))
+        waiting = roster.waiting_view
         running = tuple([one.view() for one in roster.running.values() if not one.in_flight])
+        if roster.solo is not None and self.below is not None and self.below.tiers.on_device:
+            waiting = running = ()  # who needs the whole arena starts when the last moves have left it
         slabs = self.ledger.slabs
         kinds = range(len(slabs.per_slab))
         spare = tuple([slabs.spare(kind) for kind in kinds])
         memory = MemoryView(self.ledger.block_tokens, self.ledger.windows, spare, slabs.per_slab, slabs.usable)
         free = tuple([spare[kind] + slabs.usable * slabs.per_slab[kind] for kind in kinds])
         held = HeldBlocks(roster.running, self.ledger)
-        return StepView(now_s, running, roster.waiting_view, self.limits, free, held, memory, roster.solo)
+        return StepView(now_s, running, waiting, self.limits, free, held, memory, roster.solo)
 
     def _look_again(self) -> None:
         """Look up the cached prefix of the first waiting requests, where the cache has changed since the last look."""
@@ -255,7 +283,7 @@ class Book:
             if request.seen_at == roster.cache_age:
                 continue
             request.seen_at = roster.cache_age
-            blocks = roster.hit(request)
+            blocks = request.sealed if request.number in roster.holders else roster.hit(request)
             shared = self.ledger.shared(request.chains, blocks) if blocks else ()
             cached = blocks * self.ledger.block_tokens
             if cached != request.cached or shared != request.shared:
@@ -326,43 +354,19 @@ class Book:
             policy_faults=sum([one.count for one in faults]),
             policies_set_aside=tuple([f"{one.kind}:{one.name}" for one in faults if one.set_aside]),
             padded_shapes=self._steps.shapes,
+            loads=counts["loads"],
+            loads_late=counts["loads_late"],
+            loads_declined=counts["loads_declined"],
+            host=None if self.below is None else self.below.tiers.stats("host"),
+            disk=None if self.below is None else self.below.tiers.stats("disk"),
         )
 
     def check_integrity(self) -> None:
         """Raise AssertionError where requests, queues and blocks do not agree; also between bind and commit."""
-        roster = self._roster
-        held: list[Counter[int]] = [Counter() for _ in self.ledger.classes]
-        size = self.ledger.block_tokens
-        for number, request in roster.requests.items():
-            places = (number in roster.waiting) + (number in roster.running) + (request.held_by is not None)
-            assert number == request.number
-            assert places == 1
-            known = len(request.known)
-            assert 0 <= request.computed <= known
-            assert known + request.pending <= max(request.limit, known)
-            assert request.generated == known - request.prompt_tokens
-            assert known <= request.limit
-            if request.state == "running":
-                assert request.cached <= request.computed
-                assert all(len(table) * size >= request.computed for table in request.tables)
-            else:
-                assert not request.in_flight
-                assert not request.computed
-                assert not any(request.tables)
-            assert request.sealed == request.computed // size
-            for kind, table in enumerate(request.tables):
-                live = request.live[kind]
-                assert not any(table[:live])
-                assert all(table[live:])
-                assert len(set(table[live:])) == len(table) - live
-                held[kind].update(table[live:])
-            if request.held_by is not None:
-                assert number in roster.followers[request.held_by]
-                assert request.held_by in roster.requests
-        assert len(roster.waiting) + len(roster.running) <= len(roster.requests)
-        assert set(roster.groups) == {one.group for one in roster.requests.values()}
-        assert roster.solo is None or roster.solo in roster.requests
-        assert self._steps.bound is not None or not any(one.in_flight for one in roster.requests.values())
+        held = self._roster.check_integrity()
+        assert self._steps.bound is not None or not any(one.in_flight for one in self._roster.requests.values())
+        if self.below is not None:
+            self.below.check_integrity(held)
         self.ledger.check_integrity(held)
 
 

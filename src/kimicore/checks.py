@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ __all__ = [
     "integer",
     "name_field",
     "number",
+    "path_field",
 ]
 
 Fault = type[KimiCoreError]
@@ -96,6 +98,21 @@ def name_field(default: str, *, fault: Fault) -> Any:
         return value
 
     return _field(convert, default, False)
+
+
+def path_field(*, fault: Fault) -> Any:
+    """Return an attrs field that holds a path as text, or None."""
+
+    def convert(name: str, value: Any) -> str:
+        try:
+            path = os.fspath(value)
+        except TypeError:
+            path = None
+        if not isinstance(path, str) or not path or "\0" in path:
+            raise fault(f"{name}={value!r}: must be a path")
+        return path
+
+    return _field(convert, None, True)
 
 
 def boolean_field(default: bool, *, fault: Fault) -> Any:

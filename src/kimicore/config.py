@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from attrs import field, fields, frozen
 
-from kimicore.checks import boolean_field, byte_size_field, choice_field, float_field, int_field, name_field
+from kimicore.checks import boolean_field, byte_size_field, choice_field, float_field, int_field, name_field, path_field
 from kimicore.errors import ConfigError
 
 __all__ = ["EngineConfig", "check_budgets"]
@@ -68,6 +68,18 @@ class EngineConfig:
     a quarter of the available memory allows). ``block_tokens``: tokens per KV block, 16, 32 or 64.
     ``prefix_cache``: keep computed prefixes for later requests of the same tenant.
 
+    ``kv_host_bytes``: size of a second tier of the KV cache in host memory (None or 0: none; on a CPU it lies in the
+    same memory as the first). ``kv_disk_dir``: a folder for a third one, which outlives the engine; one engine uses it
+    at a time, and only its owner may read it. ``kv_disk_bytes``: bytes that it may take there (None: 8 GiB, or half of
+    what the disk has free where that is less). ``kv_disk_uses``: uses of a block before it is written there; most
+    blocks are used once. ``io_threads``: readers of the disk.
+
+    ``importance``: what an eviction policy that asks for it is told of the attention that blocks get. "off": nothing;
+    "table": a value by a block's place in its sequence, from the table that ``kimicore warmup`` writes
+    (``importance_table``: its file, None: the model's in the cache folder); "attention": what a request's last queries
+    gave them, measured at the end of its prompt and in every ``importance_every``-th step, and the table's values
+    before that where there is one.
+
     ``batching``, ``eviction``, ``padding``: policies by name; ``policy`` holds their own settings, such as
     ``{"eviction": {"half_life_s": 300}}``. A policy that raises or breaks a promise, or an installed one whose call
     takes longer than ``policy_limit_s``, is replaced by the default for that step, and for good after
@@ -88,11 +100,19 @@ class EngineConfig:
     max_waiting: int = int_field(4096, 1, 1 << 24, fault=ConfigError)
     context_tokens: int | None = int_field(None, 1, 1 << 30, fault=ConfigError, optional=True)
     kv_device_bytes: int | None = byte_size_field(fault=ConfigError)
+    kv_host_bytes: int | None = byte_size_field(fault=ConfigError)
+    kv_disk_dir: str | None = path_field(fault=ConfigError)
+    kv_disk_bytes: int | None = byte_size_field(fault=ConfigError)
+    kv_disk_uses: int = int_field(2, 1, 1 << 30, fault=ConfigError)
+    io_threads: int = int_field(2, 1, 64, fault=ConfigError)
     block_tokens: int = int_field(16, 16, 64, fault=ConfigError)
     prefix_cache: bool = boolean_field(True, fault=ConfigError)
     batching: str = name_field("fcfs", fault=ConfigError)
     eviction: str = name_field("lru", fault=ConfigError)
     padding: str = name_field("packed", fault=ConfigError)
+    importance: str = choice_field("off", ("off", "table", "attention"), fault=ConfigError)
+    importance_every: int = int_field(8, 1, 1 << 20, fault=ConfigError)
+    importance_table: str | None = path_field(fault=ConfigError)
     policy: Mapping[str, Mapping[str, Any]] = field(default={}, kw_only=True, converter=_policy_settings, hash=False)
     policy_limit_s: float = float_field(0.1, 0.0, 3600.0, fault=ConfigError, above=True)
     policy_fault_limit: int = int_field(16, 1, 1 << 30, fault=ConfigError)
@@ -102,6 +122,14 @@ class EngineConfig:
     def __attrs_post_init__(self) -> None:
         if self.block_tokens not in (16, 32, 64):
             raise ConfigError(f"block_tokens={self.block_tokens}: must be 16, 32 or 64")
+        if self.kv_disk_bytes is not None and self.kv_disk_dir is None:
+            raise ConfigError(f"kv_disk_bytes={self.kv_disk_bytes}: set kv_disk_dir to the folder that is to hold them")
+        if not self.prefix_cache and (self.kv_host_bytes or self.kv_disk_dir is not None):
+            raise ConfigError("prefix_cache=False: kv_host_bytes and kv_disk_dir keep cached prefixes; leave one out")
+        if not self.prefix_cache and self.importance != "off":
+            raise ConfigError(
+                f"prefix_cache=False: importance={self.importance!r} is of cached prefixes; leave one out"
+            )
         check_budgets(self.max_batch_size, self.max_batch_tokens, self.min_batch_size)
 
     @classmethod

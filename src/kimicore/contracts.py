@@ -12,6 +12,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 from attrs import frozen
 
+from kimicore.moves import BlockMove, Transfer, Transferred
 from kimicore.records import swift
 from kimicore.types import BoundStep, LogitsAt, Shape, StepResult, Tier
 
@@ -19,6 +20,7 @@ __all__ = [
     "Batching",
     "BatchingState",
     "BlockKey",
+    "Carrier",
     "Eviction",
     "EvictionState",
     "Judge",
@@ -323,6 +325,48 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Give back what the device holds; may be called twice."""
+        ...
+
+
+class Carrier(Protocol):
+    """Carries blocks between tiers; nothing here waits but ``close``."""
+
+    notify: Callable[[], None]
+    """Called from a thread of the carrier's after each transfer."""
+
+    @property
+    def over(self) -> bool:
+        """Whether :meth:`poll` has something to tell."""
+        ...
+
+    def start(self) -> None:
+        """Begin to work."""
+        ...
+
+    def submit_nowait(self, transfer: Transfer) -> None:
+        """Have blocks moved; each is told once by :meth:`poll`, whatever came of it."""
+        ...
+
+    def copy(self, moves: Sequence[BlockMove]) -> Sequence[int]:
+        """Copy blocks from the device to the host before anything else is done to the device; return the bytes of each,
+        0 where it failed. Where copies are ordered with the device's work this does not wait for them.
+        """
+        ...
+
+    def discard_nowait(self, keys: Sequence[BlockKey]) -> None:
+        """Have the disk forget records, after all that it was given to write before."""
+        ...
+
+    def poll(self) -> Sequence[Transferred]:
+        """Return the transfers that ended since the last call."""
+        ...
+
+    def faults(self) -> tuple[int, int]:
+        """Return how many records proved damaged, and how many reads and writes the system refused."""
+        ...
+
+    def close(self, wait_s: float) -> None:
+        """End the work in hand, waiting at most so many seconds."""
         ...
 
 

@@ -10,15 +10,17 @@ from typing import Any, Self
 import anyio
 from anyio import to_thread
 
+import kimicore.session  # the module, not its names: the two import each other
 from kimicore.config import EngineConfig
 from kimicore.errors import InvalidRequest
 from kimicore.face import Face
 from kimicore.handle import Asked, Handle, Job
 from kimicore.sampling_params import SamplingParams
+from kimicore.turns import Turn, Turns
 from kimicore.types import EngineStats, GenerationResult, Retention, StreamChunk, Tier
 from kimicore.wake import AsyncWaker
 
-__all__ = ["Engine", "Stream"]
+__all__ = ["Engine", "Stream", "finish"]
 
 INLINE_CHARACTERS = 2_000
 """Prompts up to this length are tokenized where they stand (about 0.3 ms); longer ones in a worker thread."""
@@ -119,7 +121,7 @@ class Engine:
         await self.open()
         asked = Asked(priority, tier, retain, timeout_s, tenant, request_id)
         job = self._face.job(params, sampling, asked)
-        return await self._finish(job, await self._ids(prompt, job, parse_special))
+        return await finish(self._face, job, await self._ids(prompt, job, parse_special))
 
     async def chat(
         self,
@@ -147,7 +149,7 @@ class Engine:
         ids = await to_thread.run_sync(
             self._face.chat_ids, messages, template, dict(template_variables or {}), abandon_on_cancel=True
         )
-        return await self._finish(job, ids)
+        return await finish(self._face, job, ids)
 
     def stream(
         self,
@@ -193,6 +195,42 @@ class Engine:
 
         return Stream(self, job_of, ids_of)
 
+    def session(
+        self,
+        *,
+        tenant: str = "",
+        template: str | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+        messages: Sequence[Mapping[str, Any]] = (),
+        resume: str | PathLike[str] | None = None,
+        sink_after_turns: int = 200,
+        sink_turns: int = 10,
+    ) -> kimicore.session.Session:
+        """Return a conversation that keeps its messages, and finds the KV of all its turns again.
+
+        ``messages``: what it begins with, a system prompt for example. ``tenant``, ``template`` and
+        ``template_variables``: as for :meth:`chat`, for every turn. ``resume``: a file that
+        :meth:`kimicore.Session.save` wrote, to go on from; what stands in it is not to be given again.
+
+        With a ``kv_disk_dir``: while the KV of more than ``sink_after_turns`` turns is not on disk, every turn has the
+        oldest ``sink_turns`` of these written there in the background. They come back when the session goes on.
+
+        Cheap, but for reading the file; the engine opens at the first turn. Raises
+        :class:`~kimicore.InvalidRequest` for wrong arguments and :class:`~kimicore.ConfigError`, which names file and
+        field, for a file that cannot be used.
+        """
+        turns = Turns.of(
+            self._face,
+            tenant=tenant,
+            template=template,
+            template_variables=template_variables,
+            messages=messages,
+            resume=resume,
+            sink_after_turns=sink_after_turns,
+            sink_turns=sink_turns,
+        )
+        return kimicore.session.Session(self, turns)
+
     def stats(self) -> EngineStats:
         """Return counters and gauges as of the last step."""
         return self._face.stats()
@@ -204,15 +242,17 @@ class Engine:
             return self._face.encode(prompt, parse_special)
         return await to_thread.run_sync(self._face.encode, prompt, parse_special, abandon_on_cancel=True)
 
-    async def _finish(self, job: Job, ids: Sequence[int]) -> GenerationResult:
-        waker = AsyncWaker()
-        handle = self._face.submit(job, ids, waker, wake_each=False)
-        try:
-            while not handle.done:
-                await waker.wait()
-        finally:
-            self._face.cancel(handle)
-        return self._face.result(job, ids, handle)
+
+async def finish(face: Face, job: Job, ids: Sequence[int]) -> GenerationResult:
+    """Submit a checked request and return its whole result; cancelled, it cancels the request."""
+    waker = AsyncWaker()
+    handle = face.submit(job, ids, waker, wake_each=False)
+    try:
+        while not handle.done:
+            await waker.wait()
+    finally:
+        face.cancel(handle)
+    return face.result(job, ids, handle)
 
 
 class Stream:
@@ -223,10 +263,13 @@ class Stream:
     :meth:`result` has the whole.
     """
 
-    def __init__(self, engine: Engine, job_of: Callable[[], Job], ids_of: Callable[[Job], Any]) -> None:
+    def __init__(
+        self, engine: Engine, job_of: Callable[[], Job], ids_of: Callable[[Job], Any], turn: Turn | None = None
+    ) -> None:
         self._engine = engine
         self._face = engine._face
         self._job_of, self._ids_of = job_of, ids_of
+        self._turn = turn  # of a session, whose history gets the reply with the last chunk
         self._job: Job | None = None
         self._handle: Handle | None = None
         self._waker: AsyncWaker | None = None
@@ -268,8 +311,11 @@ class Stream:
                 self._ready.extend(self._face.chunks(self._job, handle))
             if self._ready:
                 self._read.append(self._ready.pop(0))
+                if self._turn is not None and self._read[-1].finish_reason:
+                    self._turn.enter(self.result())
                 return self._read[-1]
             if done:
+                self._drop_turn()
                 handle.raise_error()
                 break
             await waker.wait()
@@ -286,17 +332,28 @@ class Stream:
     async def _start(self) -> tuple[Handle, AsyncWaker]:
         if self._handle is None:
             await self._engine.open()
-            self._job = self._job_of()
-            self._ids = await self._ids_of(self._job)
-            self._waker = AsyncWaker()
-            self._handle = self._face.submit(self._job, self._ids, self._waker, wake_each=True)
+            try:
+                if self._turn is not None:
+                    self._turn.begin()
+                self._job = self._job_of()
+                self._ids = await self._ids_of(self._job)
+                self._waker = AsyncWaker()
+                self._handle = self._face.submit(self._job, self._ids, self._waker, wake_each=True)
+            except BaseException:
+                self._drop_turn()
+                raise
             if self._closed:  # by another task, while the prompt was tokenized
-                self._face.cancel(self._handle)
+                self._close()
         assert self._waker is not None
         return self._handle, self._waker
 
+    def _drop_turn(self) -> None:
+        if self._turn is not None:
+            self._turn.drop()
+
     def _close(self) -> None:
         self._closed = True
+        self._drop_turn()
         if self._handle is not None:
             self._face.cancel(self._handle)
             if self._waker is not None:

@@ -9,6 +9,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from kimicore.checks import integer, number
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from kimicore.loop import EngineLoop
     from kimicore.text.tokenizer import Tokenizer
 
-__all__ = ["Face"]
+__all__ = ["Face", "check_tenant"]
 
 MAX_NAME = 256
 
@@ -128,6 +129,13 @@ class Face:
         """The model's tokenizer."""
         return self.loop.tokenizer
 
+    @property
+    def identity(self) -> tuple[str, str]:
+        """What a sequence's KV and its token ids depend on: digests of the weights and of the tokenizer."""
+        loop = self.loop
+        weights = loop._book._contexts[0].weights
+        return blake2b(weights, digest_size=16).hexdigest(), loop.tokenizer.version.hex()
+
     def stats(self) -> EngineStats:
         """Return counters and gauges as of the last step; also after closing."""
         self._check_process()
@@ -150,20 +158,15 @@ class Face:
         timeout_s, tenant = asked.timeout_s, asked.tenant
         if timeout_s is not None:
             timeout_s = number("timeout_s", timeout_s, 0.0, 1e9, InvalidRequest)
-        for name, value in (("tenant", tenant), ("request_id", asked.request_id or "")):
-            if not isinstance(value, str) or len(value) > MAX_NAME:
-                raise InvalidRequest(f"{name}={value!r}: must be a string of at most {MAX_NAME} characters")
-        try:
-            tenant.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(f"tenant={tenant!r}: must be text that UTF-8 can hold") from error
+        check_tenant(tenant)
+        _check_name("request_id", asked.request_id or "")
         priority = integer("priority", asked.priority, -(1 << 31), 1 << 31, InvalidRequest)
         if asked.tier not in TIERS:
             raise InvalidRequest(f"tier={asked.tier!r}: must be one of {', '.join(TIERS)}")
         retain = (asked.retain,) if isinstance(asked.retain, Retention) else asked.retain
         if not isinstance(retain, Sequence) or not all(isinstance(one, Retention) for one in retain):
             raise InvalidRequest(f"retain={retain!r}: must be a list of kimicore.Retention")
-        checked = Asked(priority, asked.tier, tuple(retain), timeout_s, tenant, asked.request_id or None)
+        checked = Asked(priority, asked.tier, tuple(retain), timeout_s, tenant, asked.request_id or None, asked.keep)
         return Job(chosen, checked, loop.clock())
 
     def encode(self, text: str, parse_special: bool) -> Sequence[int]:
@@ -298,6 +301,22 @@ def _joined(index: int, chunks: Sequence[StreamChunk], job: Job) -> Choice:
         stop=chunks[-1].stop,
         logprobs=None if job.params.logprobs is None else scores,
     )
+
+
+def check_tenant(tenant: Any) -> str:
+    """Return a tenant's name, or raise :class:`InvalidRequest`."""
+    name = _check_name("tenant", tenant)
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"tenant={name!r}: must be text that UTF-8 can hold") from error
+    return name
+
+
+def _check_name(name: str, value: Any) -> str:
+    if not isinstance(value, str) or len(value) > MAX_NAME:
+        raise InvalidRequest(f"{name}={value!r}: must be a string of at most {MAX_NAME} characters")
+    return value
 
 
 def too_long(prompt_tokens: int, limit_tokens: int) -> PromptTooLong:

@@ -15,7 +15,7 @@ from kimicore.sampling_params import SamplingParams
 from kimicore.types import FinishReason, Retention, Tier, Timing, TokenScores, Usage
 from kimicore.wake import Waker
 
-__all__ = ["Asked", "Handle", "Job", "Piece"]
+__all__ = ["Asked", "Handle", "Job", "Piece", "SinkCall"]
 
 
 @frozen
@@ -28,6 +28,27 @@ class Asked:
     timeout_s: float | None
     tenant: str
     request_id: str | None
+    keep: bool = False
+
+
+@define(eq=False)
+class SinkCall:
+    """A caller's wish to have a sequence's KV on disk; ``stored`` of ``blocks`` are there once it is ``done``."""
+
+    token_ids: Sequence[int]
+    prompt_tokens: int
+    tenant: str
+    waker: Waker
+    blocks: int = 0
+    stored: int = 0
+    error: BaseException | None = None
+    done: bool = False
+
+    def end(self, blocks: int, stored: int, error: BaseException | None = None) -> None:
+        """Tell the caller how it ended; called once, from any thread."""
+        self.blocks, self.stored, self.error = blocks, stored, error
+        self.done = True
+        self.waker.notify()
 
 
 @frozen

@@ -78,6 +78,7 @@ def make_group(
             streamed=streamed,
             tier=asked.tier,
             retain=tuple(asked.retain),
+            keep=asked.keep,
         )
         for choice, number in enumerate(numbers)
     ]

@@ -52,6 +52,7 @@ class Leap:
         self._seen = {row.number: 0 for row in self._rows}  # steps that a request's own counters include
         self._events: list[tuple[int, int, Request]] = []  # when a block is full or a request finishes
         self._due: list[Request] = []  # need a block for the next step
+        self._given: list[Request] = []  # were given one for the step at hand
         self.shapes: set[Shape] = set()
         """The shapes of the steps that were done."""
         self._sized = (0, 0)  # rows, and entries of the longest table, that the shape is for
@@ -78,6 +79,9 @@ class Leap:
         while self._bind(now_s) and self._shape is not None:
             count = len(self._rows)
             stop, crowd = self._next_stop(most_ends)
+            if stop == self._at:
+                self._unbind()
+                break
             steps, now_s = self._steps.run(now_s, until_s, stop - self._at, count, context, self._shape)
             self._at += steps
             context += count * steps
@@ -113,6 +117,7 @@ class Leap:
     def _bind(self, now_s: float) -> bool:
         """Give blocks to the rows that need one; False (and nothing changed) where they are not all there."""
         due = self._due
+        self._given = list(due)
         if due:
             if not self._ledger.fits([len(due)]):
                 return False
@@ -125,6 +130,11 @@ class Leap:
             due.clear()
         self._fit_shape()
         return True
+
+    def _unbind(self) -> None:
+        """Take back the blocks of a step that is not done after all: a plan takes a row's next block to be missing."""
+        for row in reversed(self._given):
+            self._ledger.release(0, [row.tables[0].pop()], drop=True)
 
     def _next_stop(self, most_ends: int) -> tuple[int, bool]:
         """Return the step after which something happens, or the one before where too many requests finish then."""

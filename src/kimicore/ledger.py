@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from attrs import define, frozen
 
@@ -10,7 +10,7 @@ from kimicore.blocks import FILLING, FREE, SEALED, Blocks
 from kimicore.contracts import BlockKey, Eviction
 from kimicore.guard import PolicyFaults
 from kimicore.plugins import started
-from kimicore.prefix import KeyChain, first_seen, longest_hit
+from kimicore.prefix import KeyChain, PrefixIndex, first_seen, longest_hit
 from kimicore.slabs import Slabs
 from kimicore.types import KVClass
 
@@ -66,6 +66,7 @@ class Ledger:
         self.bytes_total = slab_bytes * slabs
         self.now_s = 0.0
         self.evicted_blocks = 0
+        self._dropping: Callable[[int, int], object] = lambda kind, slot: None
         self.faults = faults or PolicyFaults("eviction", eviction.name)
         self._blocks: list[Blocks] = []
         for window, per in zip(self.windows, self.slabs.per_slab, strict=True):
@@ -77,7 +78,7 @@ class Ledger:
     # ------------------------------------------------------------ finding and holding
 
     def hit(self, chains: Sequence[KeyChain], blocks: int) -> int:
-        """Return the most of the first ``blocks`` blocks that every class can give a sequence with these keys."""
+        """Return how many of the first ``blocks`` blocks every class can give a sequence with these keys."""
         return longest_hit(self._indexes, self.windows, chains, self.block_tokens, blocks)
 
     def shared(self, chains: Sequence[KeyChain], blocks: int) -> tuple[int, ...]:
@@ -194,8 +195,7 @@ class Ledger:
 
         Raises ValueError for a block that is not held.
         """
-        own = self._blocks[kind]
-        now_s = self.now_s
+        own, now_s = self._blocks[kind], self.now_s
         index = own.index.slots
         for slot in slots:
             if not own.refs[slot]:
@@ -219,8 +219,7 @@ class Ledger:
 
     def _rest(self, kind: int, slot: int, *, drop: bool) -> None:
         """Put a block that nobody holds any more where it belongs: to the cached ones, or to the free ones."""
-        own = self._blocks[kind]
-        key = own.key[slot]
+        own, key = self._blocks[kind], self._blocks[kind].key[slot]
         self.slabs.drop(kind, slot)
         if key is not None:
             if key in own.twins:
@@ -296,14 +295,14 @@ class Ledger:
     def _evict_one(self, kind: int, slot: int) -> None:
         own = self._blocks[kind]
         del own.idle[slot]
+        self._dropping(kind, slot)
         own.leave_index(slot)
         self._free(kind, slot)
         self.evicted_blocks += 1
 
     def _evict(self, kind: int, count: int) -> None:
         """Drop ``count`` cached blocks: those that the policy names as far as it is right, then the longest unused."""
-        own = self._blocks[kind]
-        left = count
+        own, left = self._blocks[kind], count
         for key in own.victims(count, self.now_s):
             slot = own.legal_victim(key)
             if not slot:
@@ -313,6 +312,34 @@ class Ledger:
             left -= 1
         for _ in range(left):
             self._evict_one(kind, own.longest_unused())
+
+    def next_victims(self, kind: int, count: int) -> list[tuple[int, BlockKey]]:
+        """Return the blocks that would be dropped next, up to ``count``, with their slots; nothing is dropped."""
+        own = self._blocks[kind]
+        found = own.next_victims(min(count, len(own.idle)), self.now_s) if own.idle else ()
+        return [(slot, key) for slot in found if (key := own.key[slot])]
+
+    def evict(self, kind: int, key: BlockKey) -> bool:
+        """Drop a cached block that nobody holds and nothing follows; False where it is not such a one."""
+        slot = self._blocks[kind].legal_victim(key)
+        if slot:
+            self._evict_one(kind, slot)
+        return slot > 0
+
+    def index(self, kind: int) -> PrefixIndex:
+        """Return a class's index, to be read."""
+        return self._indexes[kind]
+
+    def listen(self, used: Callable[[BlockKey], None] | None, dropping: Callable[[int, int], None]) -> None:
+        """Have every use of a block told, as the policy is, and every cached block (class, slot) that is to go."""
+        self._dropping = dropping
+        for own in self._blocks:
+            own.uses = used
+
+    def named(self, kind: int, slot: int) -> tuple[BlockKey, BlockKey | None, int]:
+        """Return an indexed block's key, that of the one before it (None: it is the first), and its depth in blocks."""
+        own = self._blocks[kind]
+        return own.key[slot] or b"", own.key[own.parent[slot]] if own.parent[slot] else None, own.depth[slot]
 
     def flush(self) -> int:
         """Drop every cached block; return how many there were."""
@@ -348,6 +375,10 @@ class Ledger:
         """Return how many requests hold the slot."""
         return self._blocks[kind].refs[slot]
 
+    def pins(self, kind: int, slot: int) -> int:
+        """Return how many moves hold the slot."""
+        return self._blocks[kind].pins[slot]
+
     def indexed(self, kind: int, slot: int) -> bool:
         """Return whether others can find this very block."""
         return self._blocks[kind].is_indexed(slot)
@@ -365,6 +396,4 @@ class Ledger:
         for kind, own in enumerate(self._blocks):
             own.check(kind, self.slabs, None if held is None else held[kind])
         counts = self.counts()
-        assert counts.used >= 0
-        assert counts.cached >= 0
-        assert counts.free >= 0
+        assert min(counts.used, counts.cached, counts.free) >= 0

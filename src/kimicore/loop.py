@@ -12,14 +12,15 @@ from collections.abc import Callable, Sequence
 
 from attrs import define, evolve
 
+from kimicore.block_moves import BlockMoves
 from kimicore.book import Book
 from kimicore.clock import Clock
 from kimicore.config import EngineConfig
-from kimicore.contracts import Runner
+from kimicore.contracts import Carrier, Runner
 from kimicore.cost import StepTimeModel, step_load
 from kimicore.errors import EngineClosed, EngineFailed, InvalidRequest, KimiCoreError, Overloaded
 from kimicore.guard import Watchdog
-from kimicore.handle import Handle, Job
+from kimicore.handle import Handle, Job, SinkCall
 from kimicore.intake import context_limit, make_group
 from kimicore.plan import Planner
 from kimicore.requests import Event, Failed, Finished, NewRequest, Tokens
@@ -48,6 +49,9 @@ class _Live:
     submitted_s: float
 
 
+_Item = tuple[Handle, list[NewRequest], float] | Handle | SinkCall  # comes, is cancelled, is to be written to disk
+
+
 class _EngineThread(threading.Thread):
     """An engine's own thread; by its type, engines know each other."""
 
@@ -73,6 +77,7 @@ class EngineLoop:
         clock: Clock,
         context_tokens: int,
         set_threads: Callable[[int], int] | None = None,
+        carrier: Carrier | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.clock = clock
@@ -85,7 +90,8 @@ class EngineLoop:
         self._set_threads = set_threads
         self._live: dict[int, _Live] = {}
         self._wakeup = threading.Condition()
-        self._inbox: list[tuple[Handle, list[NewRequest], float] | Handle] = []
+        self._moves = BlockMoves(book, carrier, clock, self._wakeup)
+        self._inbox: list[_Item] = []
         self._queued = 0  # requests submitted and not yet seen by the book
         self._refused = 0  # requests that were over max_waiting before the book saw them
         self._retry_after_s = book.retry_after_s
@@ -112,6 +118,7 @@ class EngineLoop:
         # Not a daemon: a thread inside a native step must not be torn down with the interpreter. It ends by
         # itself when the main thread has.
         self._thread = _EngineThread(target=self._work, name="kimicore-engine", daemon=False)
+        self._moves.start()
         self._thread.start()
         if self._watchdog.needed:
             self._watchdog.start()
@@ -167,6 +174,13 @@ class EngineLoop:
                 self._inbox.append(handle)
                 self._wakeup.notify()
 
+    def sink(self, call: SinkCall) -> None:
+        """Have a sequence's KV written to disk; never waits. Raises EngineClosed or EngineFailed."""
+        with self._wakeup:
+            self._check_alive()
+            self._inbox.append(call)
+            self._wakeup.notify()
+
     def request_stop(self) -> None:
         """Have the thread end after the running step; never waits."""
         self._stop = True
@@ -190,7 +204,7 @@ class EngineLoop:
         with self._wakeup:
             handles = {id(live.handle): live.handle for live in list(self._live.values())}
             for item in self._inbox:
-                if not isinstance(item, Handle):
+                if isinstance(item, tuple):
                     handles[id(item[0])] = item[0]
         for handle in handles.values():
             handle.fail(EngineClosed("the engine was closed before this request was finished"))
@@ -226,9 +240,12 @@ class EngineLoop:
         for item in inbox:
             if isinstance(item, Handle):
                 self._drop(item)
+            elif isinstance(item, SinkCall):
+                self._moves.sink(item)
             else:
                 self._enter(*item)
         self._tell(self._book.expire(self.clock()))
+        self._moves.tend(self._cost)
         if not self._book.idle:
             self._step()
         else:
@@ -240,9 +257,9 @@ class EngineLoop:
             self._live.pop(number, None)
             self._book.cancel(number)
 
-    def _collect(self) -> list[tuple[Handle, list[NewRequest], float] | Handle]:
+    def _collect(self) -> list[_Item]:
         with self._wakeup:
-            while not self._inbox and not self._stop and self._book.idle:
+            while not self._inbox and not self._stop and self._book.idle and not self._moves.over:
                 if _forsaken():
                     break
                 self._wakeup.wait(IDLE_LOOK_S)
@@ -270,9 +287,10 @@ class EngineLoop:
         if not bound.rows:
             self._tell(book.take_events())
             with self._wakeup:
-                if not self._inbox and not self._stop:
+                if not self._inbox and not self._stop and not self._moves.over:
                     self._wakeup.wait(BLOCKED_LOOK_S)
             return
+        self._moves.before_writes()
         self._publish()  # who was admitted no longer waits, for the queue's limit above all
         begun_s = self.clock()
         result = self.runner.run(bound)
@@ -287,6 +305,8 @@ class EngineLoop:
         self.stats = stats = self._book.stats(self._step_s, self._planner.faults)
         if self._refused:
             self.stats = evolve(stats, requests_refused=stats.requests_refused + self._refused)
+        if stats.disk is not None:
+            self.stats = evolve(self.stats, disk=self._moves.with_faults(stats.disk))
         self._waiting = stats.requests_waiting
         self._retry_after_s = self._book.retry_after_s
 
@@ -331,16 +351,19 @@ class EngineLoop:
 
     # ------------------------------------------------------------ the end
 
-    def _refuse(self, inbox: Sequence[tuple[Handle, list[NewRequest], float] | Handle]) -> None:
+    def _refuse(self, inbox: Sequence[_Item]) -> None:
         for item in inbox:
-            if not isinstance(item, Handle):
+            if isinstance(item, SinkCall):
+                item.end(0, 0, EngineClosed("the engine was closed before this was written"))
+            elif isinstance(item, tuple):
                 item[0].fail(EngineClosed("the engine was closed before this request began"))
 
     def _fail_all(self, error: BaseException) -> None:
         with self._wakeup:
             self._failure = error
             inbox, self._inbox = self._inbox, []
-        waiting = [item[0] for item in inbox if not isinstance(item, Handle)]
+        waiting = [item[0] for item in inbox if isinstance(item, tuple)]
+        self._refuse([item for item in inbox if isinstance(item, SinkCall)])
         self._empty(error)
         for handle in [*{id(one.handle): one.handle for one in self._live.values()}.values(), *waiting]:
             failed = EngineFailed(f"a step of the engine failed: {error!r}")
@@ -362,6 +385,8 @@ class EngineLoop:
         for handle in {id(one.handle): one.handle for one in self._live.values()}.values():
             handle.fail(EngineClosed(closed))
         self._live.clear()
+        self._moves.close(self._cost, self._config.shutdown_s / 4)
+        self._publish()
         self._watchdog.stop()
         self.runner.close()
         if restore is not None and self._set_threads is not None:

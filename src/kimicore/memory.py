@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["available_bytes"]
+__all__ = ["available_bytes", "huge_pages"]
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -22,6 +22,16 @@ def available_bytes(cgroup: Path = _CGROUP, meminfo: Path = Path("/proc/meminfo"
         if most is not None and now is not None:
             return max(0, min(system, most - now))
     return system
+
+
+def huge_pages(setting: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled")) -> str:
+    """Return whether the KV cache in host memory gets huge pages when it asks for them, in words."""
+    try:
+        words = setting.read_text().split()
+    except (OSError, UnicodeDecodeError):
+        return "not here: the system has none"
+    chosen = next((one.strip("[]") for one in words if one.startswith("[")), "unknown")
+    return f"{'off' if chosen == 'never' else 'on'} for the KV cache in host memory (the system's setting: {chosen})"
 
 
 def _meminfo(path: Path) -> int:

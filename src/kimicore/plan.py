@@ -19,7 +19,7 @@ from kimicore.contracts import (
 )
 from kimicore.guard import PolicyFaults
 from kimicore.plugins import faults_of, resolve, started
-from kimicore.policies.batching.pace import AIM, FLOOR_TOKENS, STRETCH
+from kimicore.policies.batching.pace import FLOOR_TOKENS, STRETCH
 from kimicore.room import Room
 from kimicore.types import LogitsAt, RowPlan, Shape, StepPlan
 
@@ -85,7 +85,7 @@ def plan(
 
     There is one budget of ``max_batch_tokens``. Rows that generate come first with one token each, then chunks of
     prompts in the policy's order. While streamed rows generate (somebody sees their pauses), chunks are as large as
-    keeps 95 of 100 such steps under 1.1 times ``target_step_s`` (or under 1.9 times what a step takes without them),
+    keeps 95 of 100 such steps under ``target_step_s`` (or under 1.9 times what a step takes without them),
     and at least 11 tokens together. Where they cannot all be served whole, half of the chunk tokens go by rank and the
     other half to prompts with less than half of what the first has left, shortest first, so that a short prompt does
     not wait for a long one. A request is admitted when its known tokens and a small margin fit without anybody giving
@@ -299,7 +299,7 @@ class _Draft:
             return budget
         context = sum([row.known_tokens for row in busy])
         alone_s = self.cost.step_s(self.tokens, len(busy), context)
-        allowed_s = max(AIM * self.limits.target_step_s, STRETCH * alone_s)
+        allowed_s = max(self.limits.target_step_s, STRETCH * alone_s)
         start = candidates[0].computed_tokens
         wanted = sum([row.known_tokens - row.computed_tokens for row in candidates])
         low, high = FLOOR_TOKENS, max(FLOOR_TOKENS, min(budget, wanted))

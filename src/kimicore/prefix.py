@@ -10,13 +10,13 @@ import secrets
 from collections.abc import Sequence
 from hashlib import blake2b
 from struct import pack
-from typing import Any
+from typing import Any, Protocol
 
 from attrs import evolve, fields, frozen
 
 from kimicore.contracts import BlockKey
 
-__all__ = ["BlockKeys", "KeyChain", "KeyContext", "PrefixIndex", "first_seen", "joined", "longest_hit"]
+__all__ = ["BlockKeys", "KeyChain", "KeyContext", "KeyIndex", "PrefixIndex", "first_seen", "joined", "longest_hit"]
 
 KEY_BYTES = 16
 
@@ -109,6 +109,9 @@ class PrefixIndex:
     def __init__(self) -> None:
         self.slots: dict[BlockKey, int] = {}
 
+    def __contains__(self, key: object) -> bool:
+        return key in self.slots
+
     def run(self, keys: Sequence[BlockKey], blocks: int) -> int:
         """Return how many of the first ``blocks`` keys are held, in a class where a block's parent always is.
 
@@ -125,13 +128,23 @@ class PrefixIndex:
         return low
 
 
+class KeyIndex(Protocol):
+    """Whether blocks of one KV class are there."""
+
+    def __contains__(self, key: object, /) -> bool: ...
+
+    def run(self, keys: Sequence[BlockKey], blocks: int) -> int:
+        """Return how many of the first ``blocks`` keys are there without a gap."""
+        ...
+
+
 def first_seen(position: int, window: int | None, block_tokens: int) -> int:
     """Return the first block that a query at ``position`` sees in a class of this window."""
     return 0 if window is None or position < window else (position - window + 1) // block_tokens
 
 
 def longest_hit(
-    indexes: Sequence[PrefixIndex],
+    indexes: Sequence[KeyIndex],
     windows: Sequence[int | None],
     chains: Sequence[KeyChain],
     block_tokens: int,
@@ -154,7 +167,7 @@ def longest_hit(
                 continue
             at = count - 1
             while at >= first_seen(count * block_tokens, window, block_tokens):
-                if chain.keys[at] not in index.slots:
+                if chain.keys[at] not in index:
                     count = at  # every longer hit would need this block as well
                     settled = False
                 at -= 1

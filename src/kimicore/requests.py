@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from attrs import frozen
 
@@ -26,7 +26,8 @@ class NewRequest:
     that computes the prompt for this one; it waits until that is done, or until the leader has ended. ``end_ids``:
     tokens that end it (the model's end tokens unless ignored, and stop ids). ``banned_until_min``: tokens that cannot
     be drawn before ``params.min_tokens`` are there. ``streamed``: somebody reads its tokens as they come. ``tier``: how
-    soon its caller wants the first. ``retain``: parts of its prompt to keep cached.
+    soon its caller wants the first. ``retain``: parts of its prompt to keep cached. ``keep``: its blocks are to reach
+    the disk when they leave, though they were used once.
     """
 
     number: int
@@ -48,6 +49,7 @@ class NewRequest:
     streamed: bool = True
     tier: Tier = "standard"
     retain: tuple[Retention, ...] = ()
+    keep: bool = False
 
 
 @swift
@@ -108,11 +110,13 @@ class Request:
     """
 
     __slots__ = (
+        "attention",
         "banned",
         "cached",
         "cancelled",
         "chains",
         "computed",
+        "declined",
         "first_cached",
         "first_token_s",
         "generated",
@@ -122,6 +126,8 @@ class Request:
         "known",
         "limit",
         "live",
+        "loading",
+        "looked_at",
         "lost",
         "new",
         "number",
@@ -137,6 +143,7 @@ class Request:
         "started_s",
         "state",
         "tables",
+        "tries",
     )
 
     def __init__(self, new: NewRequest, chains: tuple[KeyChain, ...], group: int) -> None:
@@ -166,6 +173,11 @@ class Request:
         self.row_view: RowView | None = None
         self.seen_at = -1  # the cache's age at the last look
         self.shared: tuple[int, ...] = ()
+        self.loading: Any = None  # its load from a lower tier, while that is on its way
+        self.tries = 0  # loads so far
+        self.looked_at = -1  # the cache's age when the lower tiers were last looked at
+        self.declined = False  # what lay there was faster to compute
+        self.attention: list[Any] | None = None  # per KV class what its blocks get; None: nobody is told
 
     @property
     def logits_at(self) -> LogitsAt:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kimicore.admission import Traffic
 from kimicore.contracts import RowView
+from kimicore.importance import Importance
 from kimicore.ledger import Ledger
 from kimicore.prefix import first_seen
 from kimicore.requests import Event, Failed, Finished, Preempted, Request
@@ -20,10 +21,12 @@ class Roster:
 
     ``waiting`` leaves out those that wait for their leader (``followers``). ``cache_age`` grows whenever blocks
     enter or leave the cache. ``solo``: a request that has to run alone. ``counts``: totals for the statistics.
+    ``importance``: None where nobody looks at what attention blocks get.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, importance: Importance | None = None) -> None:
         self.ledger = ledger
+        self.importance = importance
         self.requests: dict[int, Request] = {}
         self.waiting: dict[int, Request] = {}
         self.running: dict[int, Request] = {}
@@ -35,6 +38,8 @@ class Roster:
         self.waiting_view: tuple[RowView, ...] | None = None
         self.cache_age = 0
         self.solo: int | None = None
+        self.wanted: Callable[[Request], None] | None = None  # hears of blocks that are to reach the disk
+        self.holders: dict[int, Request] = {}  # waiting requests that hold what was fetched for them
 
     # ------------------------------------------------------------ coming and going
 
@@ -42,6 +47,8 @@ class Roster:
         """Take a new request: it waits, or waits for its leader, or ends where nothing is to be computed."""
         self.requests[request.number] = request
         self.groups[request.group] += 1
+        if self.importance is not None and request.new.use_cache:
+            request.attention = [None] * len(request.tables)
         if request.logits_at == "none":
             self.finish(request, "length", None, now_s)
             return
@@ -59,6 +66,11 @@ class Roster:
         request.row_view = self.waiting_view = None
         request.seen_at = -1
         self.waiting[request.number] = request
+
+    def set_aside(self, request: Request) -> None:
+        """Take a request out of the queue while its blocks are fetched from a lower tier."""
+        del self.waiting[request.number]
+        self.waiting_view = None
 
     def free_followers(self, leader: int) -> None:
         """Let those that wait for this request wait for blocks and slots only."""
@@ -90,10 +102,12 @@ class Roster:
         """End a request with an error; what it computed is not trusted."""
         self.counts["failed"] += 1
         self.events.append(Failed(request.number, error))
+        request.attention = None
         self.leave(request, forget=True)
 
     def abandon(self, request: Request) -> None:
         """End a request that nobody asks for any more: now, or when its running step is committed."""
+        request.attention = None
         if request.in_flight:
             request.cancelled = True
         else:
@@ -108,6 +122,9 @@ class Roster:
         self.running.pop(number, None)
         if request.held_by is not None:
             self.followers[request.held_by].remove(number)
+        if request.loading is not None:
+            request.loading.request = None
+            request.loading = None
         self.groups[request.group] -= 1
         last = not self.groups[request.group]
         if last:
@@ -129,13 +146,18 @@ class Roster:
     def release(self, request: Request, keep: int | None = None) -> None:
         """Give back a request's blocks; only the first ``keep`` stay cached (None: all)."""
         self.cache_age += 1
+        self.holders.pop(request.number, None)
         if request.new.retain:
             self._keep(request)
+        if request.new.keep and self.wanted is not None:
+            self.wanted(request)
         for kind, table in enumerate(request.tables):
             live = request.live[kind]
             cut = len(table) if keep is None else max(live, min(keep, len(table)))
             self.ledger.release(kind, table[cut:][::-1], drop=True)
             self.ledger.release(kind, table[live:cut][::-1])
+            if self.importance is not None:  # after the uses: a policy averages over blocks that it knows
+                self.importance.tell(self.ledger, kind, request, live, cut)
             table.clear()
             request.live[kind] = 0
         request.sealed = request.computed = 0
@@ -153,27 +175,54 @@ class Roster:
 
     def hit(self, request: Request) -> int:
         """Return how many blocks the cache can give: never all tokens, and nothing that still has to be scored."""
+        blocks = self.most_hit_blocks(request)
+        return self.ledger.hit(request.chains, blocks) if blocks else 0
+
+    def most_hit_blocks(self, request: Request) -> int:
+        """Return how many blocks any cache could give, and have the request's keys reach that far."""
         most = len(request.known) - 1
         if request.scored < request.prompt_tokens - 1:
             most = min(most, request.scored)
         blocks = most // self.ledger.block_tokens
-        if not blocks:
-            return 0
         for chain in request.chains:
             chain.extend(request.known, blocks)
-        return self.ledger.hit(request.chains, blocks)
+        return blocks
 
     def take_hit(self, request: Request) -> None:
-        """Hold what the cache can give to a waiting request."""
+        """Hold what the cache can give to a waiting request that is admitted."""
+        if self.holders.pop(request.number, None) is None:
+            self.hold(request)
+            del self.holders[request.number]
+        request.cached = request.computed = request.sealed * self.ledger.block_tokens
+
+    def hold(self, request: Request) -> None:
+        """Hold what the cache can give to a waiting request while it waits; see :meth:`loosen`."""
         size = self.ledger.block_tokens
         blocks = self.hit(request)
         request.tables = self.ledger.acquire(request.chains, blocks)
         request.live = [first_seen(blocks * size, window, size) for window in self.ledger.windows]
         request.sealed = blocks
-        request.cached = request.computed = blocks * size
+        request.cached = blocks * size
+        self.holders[request.number] = request
+
+    def loosen(self) -> bool:
+        """Have the last waiting request that holds blocks let go of them; False where there is none."""
+        if not self.holders:
+            return False
+        self.decline(self.holders[next(reversed(self.holders))])
+        return True
 
     def allocate(self, request: Request, count: int) -> bool:
-        """Give a request the blocks for ``count`` more tokens; False (and nothing changed) where there are too few."""
+        """Give a request the blocks for ``count`` more tokens; False (and nothing changed) where there are too few.
+
+        Waiting requests that hold blocks let go of them before that.
+        """
+        while not self._allocate(request, count):
+            if not self.loosen():
+                return False
+        return True
+
+    def _allocate(self, request: Request, count: int) -> bool:
         more = -(-(request.computed + count) // self.ledger.block_tokens) - len(request.tables[0])
         if more <= 0:
             return True
@@ -210,6 +259,8 @@ class Roster:
             first = min(first_seen(request.computed, window, ledger.block_tokens), full)
             if first > live:
                 ledger.release(kind, table[live:first][::-1], drop=drop)
+                if self.importance is not None and not drop:
+                    self.importance.tell(ledger, kind, request, live, first)
                 table[live:first] = [0] * (first - live)
                 request.live[kind] = first
 
@@ -233,16 +284,21 @@ class Roster:
     def decline(self, request: Request) -> None:
         """Let go of the hit of a request that was not admitted after all."""
         self.release(request)
+        request.cached = 0
         request.seen_at = -1
+        request.row_view = self.waiting_view = None
 
     def preempt(self, request: Request) -> None:
         """Let a running request give its blocks back and wait; it keeps its tokens and its place."""
         del self.running[request.number]
         request.preemptions += 1
+        request.tries, request.declined = 0, False
         request.lost = request.computed
         self.counts["preemptions"] += 1
         self.events.append(Preempted(request.number))
         self.release(request)
+        if request.attention is not None:
+            request.attention = [None] * len(request.tables)
         request.cached = 0
         self.wait(request)
 
@@ -268,3 +324,40 @@ class Roster:
         self.ledger.flush()
         self.cache_age += 1
         self.solo = request.number
+
+    def check_integrity(self) -> list[Counter[int]]:
+        """Raise AssertionError where requests and queues do not agree; return per class how often each slot is held."""
+        held: list[Counter[int]] = [Counter() for _ in self.ledger.classes]
+        size = self.ledger.block_tokens
+        for number, request in self.requests.items():
+            aside = (request.held_by is not None) + (request.loading is not None)
+            places = (number in self.waiting) + (number in self.running) + aside
+            assert number == request.number
+            assert places == 1
+            known = len(request.known)
+            assert 0 <= request.computed <= known
+            assert known + request.pending <= max(request.limit, known)
+            assert request.generated == known - request.prompt_tokens
+            assert known <= request.limit
+            if request.state == "running":
+                assert request.cached <= request.computed
+                assert all(len(table) * size >= request.computed for table in request.tables)
+            else:
+                assert not request.in_flight
+                assert not request.computed
+                assert number in self.holders or not any(request.tables)
+            assert request.sealed == (request.cached if number in self.holders else request.computed) // size
+            for kind, table in enumerate(request.tables):
+                live = request.live[kind]
+                assert not any(table[:live])
+                assert all(table[live:])
+                assert len(set(table[live:])) == len(table) - live
+                held[kind].update(table[live:])
+            if request.held_by is not None:
+                assert number in self.followers[request.held_by]
+                assert request.held_by in self.requests
+        assert len(self.waiting) + len(self.running) <= len(self.requests)
+        assert set(self.groups) == {one.group for one in self.requests.values()}
+        assert set(self.holders) <= set(self.waiting)
+        assert self.solo is None or self.solo in self.requests
+        return held

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from kimicore.kernels.registry import Ops
 from kimicore.kv.arena import Arena
-from kimicore.model.batch import Batch
+from kimicore.model.batch import Batch, Measured
+from kimicore.model.importance import MEASURED_QUERIES, relative_importance
 from kimicore.model.logprobs import score_prompt
 from kimicore.model.sampling import sample
 from kimicore.model.transformer import Transformer
@@ -42,9 +44,14 @@ class ModelRunner:
         begun = time.perf_counter()
         with torch.inference_mode():
             batch = pack(step, self._block_tokens, dynamic=self._dynamic)
-            hidden = self._model.forward(batch, self._arena.views)
+            importance, mass = None, []
+            if batch.measured is not None:
+                mass = [torch.zeros(table.shape) for table in batch.measured.block_tables]
+            hidden = self._model.forward(batch, self._arena.views, mass)
             rows = self._results(step.rows, hidden)
-        return StepResult(rows, step_s=time.perf_counter() - begun)
+            if batch.measured is not None:
+                importance = self._importance(step, mass)
+        return StepResult(rows, importance, time.perf_counter() - begun)
 
     def warm_up(self, tokens: int) -> None:
         """Run a prompt of ``tokens`` tokens and a single token on nobody's behalf, so that the first request need not
@@ -62,6 +69,21 @@ class ModelRunner:
         """Let go of weights and arena; may be called twice."""
         self.__dict__.pop("_model", None)
         self.__dict__.pop("_arena", None)
+
+    def _importance(self, step: BoundStep, mass: Sequence[Tensor]) -> tuple[Any, ...]:
+        """Return for each row None or what its blocks get, per KV class; see :class:`kimicore.types.StepResult`."""
+        found: list[Any] = [None] * len(step.rows)
+        shares = [one.numpy() for one in mass]
+        for at, index in enumerate(step.measured):
+            plan = step.rows[index].plan
+            queries, context = min(plan.count, MEASURED_QUERIES), plan.start + plan.count
+            found[index] = tuple(
+                [
+                    relative_importance(own[at], queries, context, one.window, self._block_tokens)
+                    for own, one in zip(shares, self._arena.classes, strict=True)
+                ]
+            )
+        return tuple(found)
 
     # ------------------------------------------------------------ from hidden states to results
 
@@ -145,6 +167,28 @@ def pack(step: BoundStep, block_tokens: int, *, dynamic: bool) -> Batch:
         slots=tuple(torch.from_numpy(one) for one in slots),
         rope_tokens=rope_tokens,
         selected=torch.tensor(selected, dtype=torch.int64),
+        measured=_measured(step.measured, counts, ends, starts + counts, tables) if step.measured else None,
+    )
+
+
+def _measured(
+    rows: Sequence[int],
+    counts: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    contexts: NDArray[np.int64],
+    tables: Sequence[NDArray[np.int32]],
+) -> Measured:
+    """Return the last queries of these rows."""
+    chosen = np.asarray(rows, np.int64)
+    few = np.minimum(counts[chosen], MEASURED_QUERIES)
+    row_starts = np.zeros(len(chosen) + 1, np.int32)
+    row_starts[1:] = np.cumsum(few)
+    tokens = np.repeat(ends[chosen] - row_starts[1:], few) + np.arange(row_starts[-1])
+    return Measured(
+        tokens=torch.from_numpy(tokens),
+        row_starts=torch.from_numpy(row_starts),
+        contexts=torch.from_numpy(contexts[chosen].astype(np.int32)),
+        block_tables=tuple(torch.from_numpy(table[chosen]) for table in tables),
     )
 
 

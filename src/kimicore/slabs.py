@@ -127,6 +127,11 @@ class Slabs:
             self.usable += 1
             self._idle_slabs.add(slab)
 
+    def free_units(self) -> int:
+        """Return the units (see :class:`~kimicore.ledger.BlockCounts`) that hold nothing, not even cached blocks."""
+        used = sum([count * unit for count, unit in zip(self.used_slots, self.units, strict=True)])
+        return self.units_total - used
+
     def spare(self, kind: int) -> int:
         """Return how many more blocks the slabs with a busy block of this class can hold."""
         return self.busy_slabs[kind] * self.per_slab[kind] - self.busy_slots[kind]

@@ -109,7 +109,9 @@ class Steps:
         blocks = max([len(row.tables[0]) for row in rows], default=0)
         if blocks > shape.blocks:
             shape = evolve(shape, blocks=blocks)
-        step = BoundStep(roster.counts["steps"], tuple(rows), shape)
+        number, importance = roster.counts["steps"], roster.importance
+        measured = () if importance is None else importance.measured(number, rows, roster.requests)
+        step = BoundStep(number, tuple(rows), shape, measured)
         if rows:
             self.bound = step
             roster.counts["steps"] += 1
@@ -128,6 +130,10 @@ class Steps:
             raise ValueError(f"the step has {len(step.rows)} rows and its result {len(result.rows)}")
         self.bound = None
         roster = self._roster
+        if result.importance is not None and roster.importance is not None:
+            for row, found in zip(step.rows, result.importance, strict=True):
+                if found is not None:
+                    roster.importance.hear(roster.requests[row.plan.request], found)
         for row, given in zip(step.rows, result.rows, strict=True):
             request = roster.requests[row.plan.request]
             request.in_flight = False

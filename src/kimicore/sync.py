@@ -8,15 +8,17 @@ from os import PathLike
 from types import TracebackType
 from typing import Any, Self
 
+import kimicore.sync_session  # the module, not its names: the two import each other
 from kimicore.config import EngineConfig
 from kimicore.errors import InvalidRequest
 from kimicore.face import Face
 from kimicore.handle import Asked, Handle, Job
 from kimicore.sampling_params import SamplingParams
+from kimicore.turns import Turn, Turns
 from kimicore.types import EngineStats, GenerationResult, Retention, StreamChunk, Tier
 from kimicore.wake import ThreadWaker
 
-__all__ = ["SyncEngine", "SyncStream"]
+__all__ = ["SyncEngine", "SyncStream", "finish"]
 
 
 class SyncEngine:
@@ -87,7 +89,7 @@ class SyncEngine:
         self.open()
         asked = Asked(priority, tier, retain, timeout_s, tenant, request_id)
         job = self._face.job(params, sampling, asked)
-        return self._finish(job, self._ids(prompt, parse_special))
+        return finish(self._face, job, self._ids(prompt, parse_special))
 
     def generate_many(
         self,
@@ -146,7 +148,7 @@ class SyncEngine:
         self.open()
         asked = Asked(priority, tier, retain, timeout_s, tenant, request_id)
         job = self._face.job(params, sampling, asked)
-        return self._finish(job, self._face.chat_ids(messages, template, dict(template_variables or {})))
+        return finish(self._face, job, self._face.chat_ids(messages, template, dict(template_variables or {})))
 
     def stream(
         self,
@@ -189,6 +191,30 @@ class SyncEngine:
         job = self._face.job(params, sampling, asked)
         return SyncStream(self._face, job, self._face.chat_ids(messages, template, dict(template_variables or {})))
 
+    def session(
+        self,
+        *,
+        tenant: str = "",
+        template: str | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+        messages: Sequence[Mapping[str, Any]] = (),
+        resume: str | PathLike[str] | None = None,
+        sink_after_turns: int = 200,
+        sink_turns: int = 10,
+    ) -> kimicore.sync_session.SyncSession:
+        """Return a conversation that keeps its messages and its KV; see :meth:`kimicore.Engine.session`."""
+        turns = Turns.of(
+            self._face,
+            tenant=tenant,
+            template=template,
+            template_variables=template_variables,
+            messages=messages,
+            resume=resume,
+            sink_after_turns=sink_after_turns,
+            sink_turns=sink_turns,
+        )
+        return kimicore.sync_session.SyncSession(self, turns)
+
     def stats(self) -> EngineStats:
         """Return counters and gauges as of the last step."""
         return self._face.stats()
@@ -196,24 +222,27 @@ class SyncEngine:
     def _ids(self, prompt: Any, parse_special: bool) -> Sequence[int]:
         return self._face.encode(prompt, parse_special) if isinstance(prompt, str) else self._face.check_ids(prompt)
 
-    def _finish(self, job: Job, ids: Sequence[int]) -> GenerationResult:
-        waker = ThreadWaker()
-        handles: list[Handle] = []
-        try:
-            handle = self._face.submit(job, ids, waker, wake_each=False, kept=handles)
-            while not handle.done:
-                waker.wait()
-        finally:
-            for one in handles:
-                self._face.cancel(one)
-        return self._face.result(job, ids, handle)
+
+def finish(face: Face, job: Job, ids: Sequence[int]) -> GenerationResult:
+    """Submit a checked request and return its whole result; an interrupt cancels the request."""
+    waker = ThreadWaker()
+    handles: list[Handle] = []
+    try:
+        handle = face.submit(job, ids, waker, wake_each=False, kept=handles)
+        while not handle.done:
+            waker.wait()
+    finally:
+        for one in handles:
+            face.cancel(one)
+    return face.result(job, ids, handle)
 
 
 class SyncStream:
     """Chunks of one request as they come: a context manager and an iterator."""
 
-    def __init__(self, face: Face, job: Job, ids: Sequence[int]) -> None:
+    def __init__(self, face: Face, job: Job, ids: Sequence[int], turn: Turn | None = None) -> None:
         self._face, self._job, self._ids = face, job, ids
+        self._turn = turn  # of a session, whose history gets the reply with the last chunk
         self._waker = ThreadWaker()
         self._handle: Handle | None = None
         kept: list[Handle] = []
@@ -247,8 +276,11 @@ class SyncStream:
                 self._ready.extend(self._face.chunks(self._job, self._handle))
             if self._ready:
                 self._read.append(self._ready.pop(0))
+                if self._turn is not None and self._read[-1].finish_reason:
+                    self._turn.enter(self.result())
                 return self._read[-1]
             if done:
+                self._drop_turn()
                 self._handle.raise_error()
                 break
             self._waker.wait()
@@ -257,9 +289,14 @@ class SyncStream:
     def close(self) -> None:
         """Cancel the request if it has not ended."""
         self._closed = True
+        self._drop_turn()
         if self._handle is not None:
             self._face.cancel(self._handle)
             self._waker.notify()
+
+    def _drop_turn(self) -> None:
+        if self._turn is not None:
+            self._turn.drop()
 
     def result(self) -> GenerationResult:
         """Return what :meth:`SyncEngine.generate` would have, once the stream was read to its end."""

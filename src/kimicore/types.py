@@ -35,6 +35,7 @@ __all__ = [
     "StepResult",
     "StreamChunk",
     "Tier",
+    "TierStats",
     "Timing",
     "TokenLogprob",
     "TokenScores",
@@ -178,6 +179,28 @@ class StreamChunk:
 
 
 @frozen
+class TierStats:
+    """A lower tier of the KV cache: what is in it now, and totals.
+
+    ``hit_blocks`` came from it, ``missed_blocks`` were asked for and could not be read. ``stored_bytes`` are as they
+    lie there (compressed, on disk). ``dropped_blocks`` left the tier above without a copy, for want of room or of a
+    second use. ``set_aside``: records that proved damaged. ``failures``: reads and writes that the system refused.
+    """
+
+    blocks: int
+    used_bytes: int
+    limit_bytes: int
+    hit_blocks: int = 0
+    missed_blocks: int = 0
+    loaded_bytes: int = 0
+    stored_blocks: int = 0
+    stored_bytes: int = 0
+    dropped_blocks: int = 0
+    set_aside: int = 0
+    failures: int = 0
+
+
+@frozen
 class EngineStats:
     """Counters and gauges of an engine at one moment.
 
@@ -186,6 +209,10 @@ class EngineStats:
     units of the smallest common share of the arena (see ``docs/design.md``). ``padded_tokens`` were computed for the
     padding policy's sake, in steps of ``padded_shapes`` different shapes (counted up to 65,536).
     ``policies_set_aside`` names those that broke their promises too often, as ``"kind:name"``.
+
+    ``loads``: requests whose prefix was fetched from a lower tier; ``loads_late``: those that did not wait for it to
+    the end and computed the rest; ``loads_declined``: prefixes that were there and faster to compute. ``host`` and
+    ``disk``: the lower tiers, None where there is none.
     """
 
     requests_running: int
@@ -212,6 +239,11 @@ class EngineStats:
     policy_faults: int = 0
     policies_set_aside: tuple[str, ...] = ()
     padded_shapes: int = 0
+    loads: int = 0
+    loads_late: int = 0
+    loads_declined: int = 0
+    host: TierStats | None = None
+    disk: TierStats | None = None
 
 
 # ---------------------------------------------------------------- what one step is
@@ -268,17 +300,13 @@ class StepPlan:
 
     ``preempt``: requests that give their blocks back and wait again. ``yields``: running requests, lowest-ranked
     first, in the order in which they give way where memory turns out shorter than the view said. ``refusals``:
-    requests that cannot be served any more, with the reason. ``victims``, ``loads`` and ``stores`` are block moves
-    between tiers.
+    requests that cannot be served any more, with the reason.
     """
 
     rows: tuple[RowPlan, ...]
     shape: Shape
     preempt: tuple[int, ...] = ()
     yields: tuple[int, ...] = ()
-    victims: tuple[Any, ...] = ()
-    loads: tuple[Any, ...] = ()
-    stores: tuple[Any, ...] = ()
     refusals: tuple[tuple[int, str], ...] = ()
 
 
@@ -308,11 +336,15 @@ class BoundRow:
 
 @frozen(eq=False)
 class BoundStep:
-    """A step with block numbers: what the runner runs. ``number`` counts the engine's steps."""
+    """A step with block numbers: what the runner runs. ``number`` counts the engine's steps.
+
+    ``measured``: indices of the rows whose attention is to be measured by block.
+    """
 
     number: int
     rows: tuple[BoundRow, ...]
     shape: Shape
+    measured: tuple[int, ...] = ()
 
 
 @frozen
@@ -339,7 +371,11 @@ class RowResult:
 
 @frozen
 class StepResult:
-    """What a step gave: one result per planned row, in order; attention importance where measured; seconds."""
+    """What a step gave: one result per planned row, in order, and how many seconds it took.
+
+    ``importance``: None, or for each row None or, where it was measured, per KV class a value by block (1 is the mean
+    of those that were compared, NaN was not compared; None: nothing to compare).
+    """
 
     rows: tuple[RowResult, ...]
     importance: Any = None

@@ -5,18 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kimicore.below import Below
 from kimicore.book import Book
 from kimicore.contracts import Eviction, StepLimits
 from kimicore.cost import StepTimeModel
+from kimicore.importance import Importance
 from kimicore.ledger import Ledger
 from kimicore.plan import Planner
 from kimicore.plugins import resolve
 from kimicore.prefix import BlockKeys, KeyContext
 from kimicore.requests import Event, Failed, Finished, NewRequest, Preempted, Tokens
 from kimicore.sampling_params import SamplingParams
+from kimicore.shelf import DiskShelf, HostShelf
 from kimicore.slabs import slab_layout
+from kimicore.testing.carrier import FakeCarrier, Outcome
 from kimicore.testing.clock import ManualClock
 from kimicore.testing.runner import FakeRunner, fake_tokens
+from kimicore.tiers import Tiers
 from kimicore.types import BoundRow, BoundStep, KVClass, Retention, Tier
 
 VOCABULARY = 50
@@ -75,6 +80,12 @@ class Rig:
         rope_original_tokens: int | None = None,
         contexts: Sequence[KeyContext] | None = None,
         vocabulary: int = VOCABULARY,
+        host_slabs: int = 0,
+        disk: dict[bytes, list[int]] | None = None,
+        disk_bytes: int = 1 << 20,
+        staging: bool = False,
+        admission: int = 1,
+        importance: Importance | None = None,
         **limits: Any,
     ) -> None:
         self.classes = tuple(classes) or (kv_class(block_tokens=block_tokens),)
@@ -87,6 +98,11 @@ class Rig:
         self.ledger = Ledger(self.classes, slab_bytes, slabs, block_tokens, eviction or resolve("eviction", "lru"))
         if contexts is None:
             contexts = [KeyContext(kv_class=one.name.encode()) for one in self.classes]
+        tiers = None
+        if host_slabs:
+            shelf = HostShelf(self.classes, slab_bytes, host_slabs, eviction or resolve("eviction", "lru"))
+            below = None if disk is None else DiskShelf(disk_bytes, [(key, 64) for key in disk])
+            tiers = Tiers(self.ledger, shelf, below, staging=staging, admission=admission)
         self.book = Book(
             self.ledger,
             BlockKeys(block_tokens, SECRET),
@@ -94,6 +110,8 @@ class Rig:
             self.limits,
             max_waiting=max_waiting,
             rope_original_tokens=rope_original_tokens,
+            tiers=tiers,
+            importance=importance,
         )
         self.clock = ManualClock()
         slots = tuple(slabs * per for per in self.ledger.slabs.per_slab)
@@ -105,6 +123,7 @@ class Rig:
             seconds=seconds or (lambda step: 0.01),
             after=self.clock.advance,
         )
+        self.carrier = FakeCarrier(self.runner, self.clock, {} if disk is None else disk)
         self.planner = Planner(resolve("batching", batching), resolve("padding", padding), self.limits)
         self.cost: Any = StepTimeModel()
         self.out: dict[int, Output] = {}
@@ -193,11 +212,50 @@ class Rig:
                 out.error = event.error
                 out.ends += 1
 
+    @property
+    def below(self) -> Below:
+        """The lower tiers, which have to be there."""
+        assert self.book.below is not None
+        return self.book.below
+
+    def tend(self) -> None:
+        """Begin the block moves that are due."""
+        below = self.book.below
+        if below is not None:
+            due = below.tend(self.clock(), self.cost)
+            self.before_writes()
+            self.carrier.submit(due)
+            self.carrier.discard(below.tiers.take_discards())
+
+    def move(self, at: int = 0, outcome: Outcome = "done") -> None:
+        """End a block move that is on its way, if there is one."""
+        over = self.carrier.finish(at, outcome)
+        if over:
+            self.below.moved(over, self.clock())
+
+    def settle(self) -> None:
+        """End all block moves, and those that these call for."""
+        for _ in range(100):
+            self.tend()
+            over = self.carrier.finish_all()
+            if not over:
+                return
+            self.below.moved(over, self.clock())
+        raise AssertionError("blocks move for ever")
+
     def bind(self) -> BoundStep:
         """Plan and bind a step."""
+        self.tend()
         bound = self.book.bind(self.planner.plan(self.book.view(self.clock()), self.cost))
+        self.before_writes()
         self.steps.append(bound)
         return bound
+
+    def before_writes(self) -> None:
+        """Copy what the device has dropped uncopied."""
+        if self.book.below is not None:
+            tiers = self.book.below.tiers
+            tiers.urgent_done(self.carrier.copy(tiers.take_urgent()))
 
     def commit(self, bound: BoundStep) -> None:
         """Run and commit a bound step."""
@@ -221,6 +279,8 @@ class Rig:
             if self.book.idle:
                 return
             empty = 0 if self.step().rows else empty + 1
+            for _ in range(len(self.carrier.pending) if empty else len(self.carrier.pending) - 3):
+                self.move()
             assert empty < 4, f"requests live and nothing runs: {self.book.view(self.clock())}"
         raise AssertionError(f"not finished after {most} steps")
 
@@ -264,7 +324,8 @@ class Rig:
         assert out.finished.completion_tokens == len(out.tokens)
 
     def assert_empty(self) -> None:
-        """Assert that nothing is held any more."""
+        """Assert that nothing is held any more, once the block moves have ended."""
+        self.settle()
         counts = self.ledger.counts()
         assert counts.used == 0
         assert counts.cached + counts.free == counts.total

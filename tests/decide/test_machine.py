@@ -18,6 +18,7 @@ BLOCK = 4
 ONE = (kv_class("full", block_tokens=BLOCK),)
 TWO = (kv_class("window", 5, window=7, block_tokens=BLOCK), kv_class("full", 1, block_tokens=BLOCK))
 SAME = (kv_class("full", 2, block_tokens=BLOCK), kv_class("window", 3, window=9, block_tokens=BLOCK))
+OUTCOMES = ["done", "done", "done", "failed", "half", "lost"]
 LAYOUTS = {"one": ONE, "two": TWO, "same": SAME, "window": (kv_class("only", 1, window=6, block_tokens=BLOCK),)}
 
 
@@ -36,8 +37,27 @@ class BookMachine(RuleBasedStateMachine):
         size=st.integers(1, 5),
         tokens=st.integers(5, 24),
         least=st.integers(1, 3),
+        below=st.fixed_dictionaries(
+            {
+                "host_slabs": st.sampled_from([0, 3, 6, 40]),
+                "staging": st.booleans(),
+                "admission": st.integers(1, 2),
+                "disk_bytes": st.sampled_from([0, 64, 640, 1 << 20]),
+            }
+        ),
     )
-    def open(self, layout: str, slabs: int, batching: str, padding: str, how: str, size: int, tokens: int, least: int):
+    def open(
+        self,
+        layout: str,
+        slabs: int,
+        batching: str,
+        padding: str,
+        how: str,
+        size: int,
+        tokens: int,
+        least: int,
+        below: dict[str, Any],
+    ) -> None:
         self.bound = None
         self.gone: set[int] = set()
         self.doomed: set[int] = set()
@@ -54,6 +74,8 @@ class BookMachine(RuleBasedStateMachine):
             max_batch_size=size,
             max_batch_tokens=tokens,
             min_batch_size=min(least, size),
+            disk={} if below["disk_bytes"] else None,
+            **below | {"staging": below["staging"] and bool(below["disk_bytes"])},
         )
         self.longest = min(60, self.rig.book.capacity_tokens)
 
@@ -146,6 +168,16 @@ class BookMachine(RuleBasedStateMachine):
         assert self.bound is not None
         self.rig.commit(self.bound)
         self.bound = None
+
+    @rule(picks=st.lists(st.tuples(st.integers(0, 9), st.sampled_from(OUTCOMES)), min_size=1, max_size=4))
+    def move(self, picks: list[tuple[int, Any]]) -> None:
+        for at, outcome in picks:
+            self.rig.move(at, outcome)
+
+    @rule(keys=st.integers(1, 3))
+    def damage(self, keys: int) -> None:
+        for key in list(self.rig.carrier.disk)[:keys]:
+            del self.rig.carrier.disk[key]
 
     @precondition(lambda self: self.bound is None)
     @rule(steps=st.integers(1, 12))

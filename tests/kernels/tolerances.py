@@ -18,6 +18,7 @@ _TABLE: Final = {
     "rotary_write": {torch.float32: (1e-5, 1e-6), torch.bfloat16: (1e-2, 1e-2), torch.float16: (2e-3, 2e-3)},
     "gated_act": {torch.float32: (1e-5, 1e-5), torch.bfloat16: (2e-2, 1e-3), torch.float16: (3e-3, 1e-4)},
     "paged_attention": {torch.float32: (1e-5, 5e-6), torch.bfloat16: (1e-2, 1e-2), torch.float16: (2e-3, 2e-3)},
+    "block_mass": {torch.float32: (1e-5, 1e-6), torch.bfloat16: (1e-5, 1e-6), torch.float16: (1e-5, 1e-6)},
     "importance": {torch.float32: (1e-5, 1e-5), torch.bfloat16: (2e-3, 2e-3), torch.float16: (1e-4, 1e-4)},
 }
 

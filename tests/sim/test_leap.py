@@ -123,3 +123,17 @@ def test_prompts_that_were_held_back_start_when_their_wait_is_over() -> None:
     started_s = simulate(trace, config=config).outcomes[1].started_s
     assert started_s is not None
     assert 0.5 <= started_s < 0.52
+
+
+def test_a_leap_of_no_step_takes_no_block() -> None:
+    """Where several requests would end in the very next step, memory is as it was: nobody gives way for a block that
+    was handed out for a step that was not done.
+    """
+    trace = [
+        TraceRequest(0.0, 69, 3, (30, 31, 32, 33), 16, tier="interactive", priority=2),
+        TraceRequest(0.003, 59, 20, (20, 21, 22, 23), 16, tier="interactive", tenant="other", priority=2),
+        TraceRequest(0.006, 20, 7, (20, 21), 16, tenant="other", priority=1),
+    ]
+    config = SimConfig(batching="tiered", max_batch_size=8, max_batch_tokens=256, kv_blocks=24, block_tokens=4)
+    assert_same(trace, config)
+    assert [one.preemptions for one in simulate(trace, config=config).record.outcomes] == [0, 0, 0]

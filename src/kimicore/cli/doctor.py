@@ -41,13 +41,14 @@ def report(dtype: str = "auto") -> Iterator[tuple[str, str]]:
 
     from kimicore.assembly import choose_dtype
     from kimicore.kernels.registry import describe, select_ops
-    from kimicore.memory import available_bytes
+    from kimicore.memory import available_bytes, huge_pages
 
     yield "kimicore", __version__
     yield "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     yield "torch", f"{torch.__version__}, {torch.get_num_threads()} threads of {os.cpu_count()} processors"
     yield "vector units", torch.backends.cpu.get_cpu_capability()
     yield "memory available", f"{available_bytes() / 2**30:.1f} GiB"
+    yield "huge pages", huge_pages()
     yield "cuda", "available" if torch.cuda.is_available() else "no device"
     for package, use in _EXTRAS.items():
         found = find_spec(package) is not None

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from kimicore import __version__
-from kimicore.cli import bench, chat, check_policy, doctor, generate, policies, precision, simulate
+from kimicore.cli import bench, chat, check_policy, doctor, generate, policies, precision, simulate, warmup
 from kimicore.errors import ConfigError, InvalidRequest, KimiCoreError
 
 __all__ = ["main"]
@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kimicore", description="An LLM inference engine that runs in your process.")
     parser.add_argument("--version", action="version", version=f"kimicore {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (generate, chat, doctor, policies, check_policy, precision, simulate, bench):
+    for module in (generate, chat, doctor, policies, check_policy, precision, simulate, bench, warmup):
         module.add_parser(commands)
     options = parser.parse_args(arguments)
     try:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-__all__ = ["GatedActOp", "LinearOp", "PagedAttentionOp", "RmsNormOp", "RotaryWriteOp"]
+__all__ = ["BlockMassOp", "GatedActOp", "LinearOp", "PagedAttentionOp", "RmsNormOp", "RotaryWriteOp"]
 
 
 class LinearOp(Protocol):
@@ -54,4 +54,22 @@ class PagedAttentionOp(Protocol):
         softcap: float | None = None,
         bias: Tensor | None = None,
         importance: Tensor | None = None,
+    ) -> Tensor: ...
+
+
+class BlockMassOp(Protocol):
+    """See :func:`kimicore.kernels.block_mass.reference.block_mass`."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        layer: int,
+        block_table: Tensor,
+        row_starts: Tensor,
+        contexts: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
     ) -> Tensor: ...

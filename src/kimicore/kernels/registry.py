@@ -10,6 +10,8 @@ import torch
 from attrs import evolve, field, frozen
 
 from kimicore.errors import ConfigError
+from kimicore.kernels.block_mass import native as native_block_mass
+from kimicore.kernels.block_mass import reference as reference_block_mass
 from kimicore.kernels.build import compile_all
 from kimicore.kernels.gated_act import native as native_gated_act
 from kimicore.kernels.gated_act import reference as reference_gated_act
@@ -19,7 +21,7 @@ from kimicore.kernels.gumbel.reference import gumbel
 from kimicore.kernels.linear import native as native_linear
 from kimicore.kernels.linear import reference as reference_linear
 from kimicore.kernels.linear.floor import row_floor, row_invariant_linear
-from kimicore.kernels.ops import GatedActOp, LinearOp, PagedAttentionOp, RmsNormOp, RotaryWriteOp
+from kimicore.kernels.ops import BlockMassOp, GatedActOp, LinearOp, PagedAttentionOp, RmsNormOp, RotaryWriteOp
 from kimicore.kernels.paged_attention import native as native_paged_attention
 from kimicore.kernels.paged_attention import reference as reference_attention
 from kimicore.kernels.paged_attention import tiled
@@ -54,6 +56,7 @@ class Ops:
     rotary_write: RotaryWriteOp
     gated_act: GatedActOp
     paged_attention: PagedAttentionOp
+    block_mass: BlockMassOp
     gumbel: GumbelOp
     origins: tuple[OpOrigin, ...] = field(default=(), kw_only=True)
 
@@ -121,12 +124,13 @@ def select_ops(device: str, dtype: torch.dtype, *, native: bool = True, shapes: 
     norm, norm_origin = _chosen("rms_norm", native_rms_norm.load, reference_rms_norm.rms_norm, dtype, native)
     rotary, rotary_origin = _chosen("rotary_write", native_rotary.load, reference_rotary.rotary_write, dtype, native)
     gated, gated_origin = _chosen("gated_act", native_gated_act.load, reference_gated_act.gated_act, dtype, native)
+    mass, mass_origin = _chosen("block_mass", native_block_mass.load, reference_block_mass.block_mass, dtype, native)
     noise, noise_origin = _chosen("gumbel", native_gumbel.load, gumbel, dtype, native)
-    origins = [linear_origin, norm_origin, rotary_origin, gated_origin, attention_origin, noise_origin]
+    origins = [linear_origin, norm_origin, rotary_origin, gated_origin, attention_origin, mass_origin, noise_origin]
     if native and parallel_entry() is None:
         remark = "; on one thread, since the team of threads could not be built"
         origins = [evolve(o, why=o.why + remark) if o.implementation == "native" else o for o in origins]
-    return Ops(linear, norm, rotary, gated, attention, noise, origins=tuple(origins))
+    return Ops(linear, norm, rotary, gated, attention, mass, noise, origins=tuple(origins))
 
 
 def describe(ops: Ops) -> tuple[tuple[str, str, str], ...]:

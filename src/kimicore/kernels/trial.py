@@ -12,9 +12,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from kimicore.kernels.block_mass import reference as mass
 from kimicore.kernels.gated_act import reference as gated
 from kimicore.kernels.linear import reference as product
-from kimicore.kernels.ops import GatedActOp, LinearOp, PagedAttentionOp, RmsNormOp, RotaryWriteOp
+from kimicore.kernels.ops import BlockMassOp, GatedActOp, LinearOp, PagedAttentionOp, RmsNormOp, RotaryWriteOp
 from kimicore.kernels.paged_attention import reference as attention
 from kimicore.kernels.rms_norm import reference as norm
 from kimicore.kernels.rotary_write import reference as rotary
@@ -75,10 +76,21 @@ def paged_attention(op: PagedAttentionOp, dtype: torch.dtype) -> bool:
     return all(map(_near, *found))
 
 
+def block_mass(op: BlockMassOp, dtype: torch.dtype) -> bool:
+    """Return whether the shares of blocks agree, for some queries of a prompt and a single token."""
+    kv, q = _noise(1, 24, 1, 2, 2, 16, 40).to(dtype), _noise(2, 8, 6, 40).to(dtype)
+    table = torch.arange(40, dtype=torch.int32).view(2, 20) % 24
+    starts, contexts = torch.tensor([0, 7, 8], dtype=torch.int32), torch.tensor([19, 300], dtype=torch.int32)
+    calls = (op, mass.block_mass)
+    a, b = (call(q, kv, 0, table, starts, contexts, scale=0.2, window=290, softcap=30.0) for call in calls)
+    return torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
 TRIALS: Final[dict[str, Callable[[Any, torch.dtype], bool]]] = {
     "linear": linear,
     "rms_norm": rms_norm,
     "rotary_write": rotary_write,
     "gated_act": gated_act,
     "paged_attention": paged_attention,
+    "block_mass": block_mass,
 }

@@ -1,1 +1,1 @@
-"""The KV cache's device side: the arena that blocks live in."""
+"""Where the bytes of the KV cache lie: the device's arena, the host's, and the store on disk."""

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kimicore.model.batch import Batch
+from kimicore.model.batch import Batch, Measured
+from kimicore.model.importance import measured_layers
 from kimicore.model.rope import Rotary
 from kimicore.model.spec import ModelSpec, kv_places
 from kimicore.model.weights import LayerWeights, ModelWeights, load_weights, weight_bytes
@@ -32,6 +33,7 @@ class Transformer:
         self._known_tokens = spec.vocab_size if known_tokens is None else min(known_tokens, spec.vocab_size)
         self._rotary = Rotary(spec.ropes)
         self._places = kv_places(spec)
+        self._measured_layers = measured_layers(spec)
         self._embed_scale: float | None = None
         if spec.embed_scale is not None:  # rounded to the model's dtype, as the reference code has it
             self._embed_scale = float(torch.tensor(spec.embed_scale, dtype=torch.float32).to(self.dtype))
@@ -56,10 +58,12 @@ class Transformer:
         """
         return cls(spec, load_weights(spec, source, dtype, progress), ops, known_tokens=known_tokens)
 
-    def forward(self, batch: Batch, arenas: Sequence[Tensor]) -> Tensor:
+    def forward(self, batch: Batch, arenas: Sequence[Tensor], mass: Sequence[Tensor] = ()) -> Tensor:
         """Write the batch's keys and values, and return the final hidden states of ``batch.selected`` [n, C].
 
-        ``arenas``: per KV class [S, L, 2, KH, block_tokens, D]. The caller enters ``torch.inference_mode``.
+        ``arenas``: per KV class [S, L, 2, KH, block_tokens, D]. ``mass``: per KV class [M, N] float32; where
+        ``batch.measured`` is given, it gains what each block gets in the class's measured layers. The caller enters
+        ``torch.inference_mode``.
         """
         ops, eps, layers = self.ops, self.spec.norm_eps, self.weights.layers
         hidden = torch.nn.functional.embedding(batch.token_ids, self.weights.embedding)
@@ -70,6 +74,8 @@ class Transformer:
         for index, layer in enumerate(layers):
             last = index + 1 == len(layers)
             q = self._project(index, layer, normed, batch, arenas, cos_sin)
+            if batch.measured is not None and index in self._measured_layers:
+                self._measure(index, q, batch.measured, arenas, mass)
             if last and not len(batch.selected):
                 return hidden.new_empty((0, self.spec.hidden_size))  # the cache is all that was wanted
             attended = self._attend(index, q, batch, arenas)
@@ -126,6 +132,25 @@ class Transformer:
             softcap=self.spec.attention_softcap,
         )
         return attended.flatten(1)
+
+    def _measure(
+        self, index: int, q: Tensor, measured: Measured, arenas: Sequence[Tensor], mass: Sequence[Tensor]
+    ) -> None:
+        """Add the layer's shares of attention to its class's ``mass`` [M, N]."""
+        kv_class, place = self._places[index]
+        mass[kv_class].add_(
+            self.ops.block_mass(
+                q.index_select(0, measured.tokens),
+                arenas[kv_class],
+                place,
+                measured.block_tables[kv_class],
+                measured.row_starts,
+                measured.contexts,
+                scale=self.spec.attention_scale,
+                window=self.spec.layers[index].window,
+                softcap=self.spec.attention_softcap,
+            )
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the vocabulary's logits, float32 [n, vocab_size], for hidden states [n, C].

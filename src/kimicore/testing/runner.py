@@ -98,7 +98,8 @@ class FakeRunner:
     def close(self) -> None:
         """Nothing is held."""
 
-    def _block(self, kind: int, slot: int) -> list[int]:
+    def block(self, kind: int, slot: int) -> list[int]:
+        """Return a block's entries, to be read or changed."""
         if not 0 <= slot < self.slots[kind]:
             raise AssertionError(f"slot {slot} is outside of class {kind}, which has {self.slots[kind]}")
         size = self.classes[kind].shape[3]
@@ -109,7 +110,7 @@ class FakeRunner:
         if used > step.shape.tokens or len(step.rows) > step.shape.rows:
             raise AssertionError(f"{len(step.rows)} rows of {used} tokens do not fit into {step.shape}")
         for kind in range(len(self.classes)):
-            block = self._block(kind, 0)
+            block = self.block(kind, 0)
             block[:] = [step.number] * len(block)
 
     def _compute(self, row: BoundRow, written: set[tuple[int, int]]) -> None:
@@ -125,9 +126,9 @@ class FakeRunner:
             for kind, table in enumerate(row.tables):
                 before = 0
                 if position:
-                    before = self._block(kind, table[(position - 1) // size])[(position - 1) % size]
+                    before = self.block(kind, table[(position - 1) // size])[(position - 1) % size]
                 entry = _entry(before, row.known[position], position)
-                self._block(kind, table[position // size])[position % size] = entry
+                self.block(kind, table[position // size])[position % size] = entry
 
     def _result(self, row: BoundRow) -> RowResult:
         end = row.plan.start + row.plan.count
@@ -152,6 +153,6 @@ class FakeRunner:
         for at in range(first // size, position // size + 1):
             if table[at] == 0:
                 raise AssertionError(f"position {position} sees block {at} of class {kind}, which is gone")
-            entries.extend(self._block(kind, table[at]))
+            entries.extend(self.block(kind, table[at]))
         shift = first // size * size
         return entries[first - shift : position + 1 - shift]

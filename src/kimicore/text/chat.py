@@ -12,7 +12,15 @@ from kimicore.text.sandbox import Budget, TemplateSandbox
 from kimicore.text.specials import SpecialTexts
 from kimicore.text.tokenizer import Tokenizer
 
-__all__ = ["ChatTemplate", "render_chat", "render_text"]
+__all__ = [
+    "ChatTemplate",
+    "encode_chat",
+    "encode_rest",
+    "plain_messages",
+    "plain_variables",
+    "render_chat",
+    "render_text",
+]
 
 MAX_TEMPLATE_CHARS = 1 << 20
 MAX_DEPTH = 32
@@ -78,6 +86,11 @@ def render_chat(
         max_tokens=max_tokens,
         variables=variables,
     )
+    return encode_chat(tokenizer, text, mark, max_tokens=max_tokens)
+
+
+def encode_chat(tokenizer: Tokenizer, text: str, mark: str, *, max_tokens: int | None = None) -> list[int]:
+    """Return the ids of a whole conversation as :func:`render_text` writes it; raises PromptTooLong."""
     if not mark:
         ids = tokenizer.encode(text, parse_special=True, max_tokens=max_tokens)
     else:
@@ -91,6 +104,20 @@ def render_chat(
     if max_tokens is not None and len(ids) > max_tokens:
         raise _too_long(len(ids), max_tokens, "")
     return ids
+
+
+def encode_rest(tokenizer: Tokenizer, text: str, mark: str, *, max_tokens: int | None = None) -> list[int] | None:
+    """Return the ids of what is left of a conversation's text after some whole tokens.
+
+    None where they would not say exactly that text after others: a tokenizer may begin every text with a space, or
+    change some letters. Raises PromptTooLong.
+    """
+    if not mark:
+        ids = tokenizer.encode(text, parse_special=True, add_bos=False, max_tokens=max_tokens)
+    else:
+        ids = tokenizer.encode_marked(text, mark, max_tokens=max_tokens)
+    said = b"".join([tokenizer.token_bytes(one) for one in ids])
+    return ids if said == text.replace(mark, "").encode() else None
 
 
 def _too_long(tokens: int, limit: int, least: str) -> PromptTooLong:
@@ -121,8 +148,8 @@ def render_text(
         )
     if not isinstance(add_generation_prompt, bool):
         raise InvalidRequest(f"add_generation_prompt={add_generation_prompt!r}: must be True or False")
-    checked = [_message(i, one) for i, one in enumerate(_listed(messages))]
-    more = _plain("variables", {} if variables is None else variables)
+    checked = plain_messages(_listed(messages))
+    more = plain_variables({} if variables is None else variables)
     names = _token_names(tokenizer)
     for name in more:
         if not name.isidentifier() or name in ("messages", "add_generation_prompt", *names):
@@ -164,6 +191,22 @@ def _listed(messages: Any) -> Sequence[Any]:
     if not messages:
         raise InvalidRequest("messages: must hold at least one message")
     return messages
+
+
+def plain_messages(messages: Sequence[Any], start: int = 0) -> list[dict[str, Any]]:
+    """Return copies of messages made of plain values, their text parts joined; ``start``: number of the first.
+
+    Raises :class:`~kimicore.InvalidRequest` that names the message and the field.
+    """
+    return [_message(i, one) for i, one in enumerate(messages, start)]
+
+
+def plain_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a template's variables made of plain values, or raise :class:`~kimicore.InvalidRequest`."""
+    if not isinstance(variables, Mapping):
+        raise InvalidRequest(f"variables: must map names to values, not {type(variables).__name__}")
+    plain: dict[str, Any] = _plain("variables", variables)
+    return plain
 
 
 def _message(i: int, message: Any) -> dict[str, Any]:

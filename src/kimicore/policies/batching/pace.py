@@ -6,10 +6,9 @@ from attrs import frozen
 
 from kimicore.contracts import StepCost, StepView
 
-__all__ = ["AIM", "FLOOR_TOKENS", "STRETCH", "Pace"]
+__all__ = ["FLOOR_TOKENS", "STRETCH", "Pace"]
 
 # How the planner sizes chunks beside streams that generate:
-AIM = 1.1  # times the target: what 95 of 100 steps stay under, so that 99 stay under 1.2 times
 STRETCH = 1.9  # a step beside prompts may take this many times what its generating rows take alone
 FLOOR_TOKENS = 11  # prompts get at least so many tokens a step, however slow steps are
 
@@ -37,7 +36,7 @@ class Pace:
         if not streamed:
             return cls(most, full_s / most)
         alone_s = cost.step_s(rows, rows, context)
-        allowed_s = max(AIM * limits.target_step_s, STRETCH * alone_s)
+        allowed_s = max(limits.target_step_s, STRETCH * alone_s)
         if full_s <= allowed_s:
             return cls(most, full_s / most)
         slope_s = (full_s - alone_s) / most

@@ -1,0 +1,1 @@
+"""The operation ``block_mass``: reference, and native where it is faster."""

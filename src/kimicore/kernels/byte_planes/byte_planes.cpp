@@ -1,0 +1,54 @@
+// Byte planes: byte i of every item together, and back; and how even the bytes of a plane are.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+constexpr int64_t LINE = 64, SAMPLE = 16384;  // bytes; see sampled_bits in reference.py
+
+template <int bytes> void split(const uint8_t* __restrict items, uint8_t* __restrict planes, int64_t count) {
+  for (int64_t i = 0; i < count; i++)
+    for (int b = 0; b < bytes; b++) planes[b * count + i] = items[i * bytes + b];
+}
+
+template <int bytes> void join(const uint8_t* const* planes, uint8_t* __restrict items, int64_t count) {
+  const uint8_t* __restrict from[bytes];
+  for (int b = 0; b < bytes; b++) from[b] = planes[b];
+  for (int64_t i = 0; i < count; i++)
+    for (int b = 0; b < bytes; b++) items[i * bytes + b] = from[b][i];
+}
+}  // namespace
+
+// items [count * item_bytes] -> planes [item_bytes, count]; item_bytes is 1, 2 or 4, and nothing overlaps.
+extern "C" void kimicore_split_planes(const uint8_t* items, uint8_t* planes, int64_t count, int item_bytes) {
+  if (item_bytes == 4) split<4>(items, planes, count);
+  else if (item_bytes == 2) split<2>(items, planes, count);
+  else std::memcpy(planes, items, (size_t)count);
+}
+
+// The way back, from planes that may lie apart.
+extern "C" void kimicore_join_planes(const uint8_t* a, const uint8_t* b, const uint8_t* c, const uint8_t* d, uint8_t* items,
+                                     int64_t count, int item_bytes) {
+  const uint8_t* const planes[4] = {a, b, c, d};
+  if (item_bytes == 4) join<4>(planes, items, count);
+  else if (item_bytes == 2) join<2>(planes, items, count);
+  else std::memcpy(items, a, (size_t)count);
+}
+
+extern "C" double kimicore_sampled_bits(const uint8_t* plane, int64_t count) {
+  uint32_t seen[4][256] = {};  // four tables: a byte that repeats does not wait for its own count
+  int64_t taken = 0;
+  const int64_t step = ((count / SAMPLE) | 1) * LINE;
+  for (int64_t at = 0; at < count; at += step) {
+    const int64_t end = std::min(at + LINE, count);
+    for (int64_t i = at; i < end; i++) seen[i & 3][plane[i]]++;
+    taken += end - at;
+  }
+  double sum = 0.0;
+  for (int value = 0; value < 256; value++) {
+    const double n = (double)seen[0][value] + seen[1][value] + seen[2][value] + seen[3][value];
+    if (n > 0.0) sum += n * std::log2(n);
+  }
+  return taken ? std::log2((double)taken) - sum / (double)taken : 0.0;
+}
