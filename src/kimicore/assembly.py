@@ -70,7 +70,7 @@ def assemble(model: str | os.PathLike[str], config: EngineConfig, progress: Prog
     ops = select_ops("cpu", dtype, native=config.native_kernels, shapes=_weight_shapes(spec))
     transformer = Transformer.load(spec, source, ops, dtype, progress, known_tokens=tokenizer.vocab_size)
     runner = ModelRunner(transformer, arena, ops, config.block_tokens)
-    runner.warm_up(min(WARM_TOKENS, config.max_batch_tokens))
+    warm = runner.warm_up(min(WARM_TOKENS, config.max_batch_tokens))
     dynamic = any(one.kind == "dynamic" for one in spec.ropes)
     clock = MonotonicClock()
     contexts = _contexts(classes, spec, source, tokenizer, dtype)
@@ -97,6 +97,7 @@ def assemble(model: str | os.PathLike[str], config: EngineConfig, progress: Prog
             context_tokens=spec.context_tokens,
             set_threads=_set_threads,
             carrier=None if lower is None else lower.mover,
+            warm=warm,
         )
     except BaseException:
         if lower is not None:

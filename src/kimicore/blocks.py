@@ -173,24 +173,26 @@ class Blocks:
         if before is None or (priority, until_s) > (before[1], before[0]):
             self.kept[key] = (until_s, priority)
 
-    def victims(self, count: int, now_s: float) -> list[BlockKey]:
+    def victims(self, count: int, now_s: float, *, all_of_them: bool = True) -> list[BlockKey]:
         """Return what the policy names; nothing where it raises or was set aside.
+
+        ``all_of_them``: so many can go, and it is a fault to name fewer.
 
         Blocks that somebody asked to keep are open to it only where the others are too few, least important first.
         """
         taken: set[int] = set()
         if not self.kept:
-            return self._named(count, now_s, None, taken)
+            return self._named(count, now_s, None, taken, all_of_them)
         for key in [key for key, (until_s, _) in self.kept.items() if until_s <= now_s]:
             del self.kept[key]
         named: list[BlockKey] = []
         for priority in (*sorted({one for _, one in self.kept.values()}), None):
-            named += self._named(count - len(named), now_s, priority, taken)
+            named += self._named(count - len(named), now_s, priority, taken, all_of_them)
             if len(named) >= count:
                 break
         return named
 
-    def _named(self, count: int, now_s: float, below: int | None, taken: set[int]) -> list[BlockKey]:
+    def _named(self, count: int, now_s: float, below: int | None, taken: set[int], all_of_them: bool) -> list[BlockKey]:
         """Ask the policy; ``taken`` blocks and those kept at priority ``below`` or more (None: none) are not to go."""
         faults = self.faults
         if faults.set_aside:
@@ -204,7 +206,7 @@ class Blocks:
             return []
         if not faults.end():
             return []
-        if len(named) < count and below is None:
+        if len(named) < count and below is None and all_of_them:
             faults.note(f"victims() names as many as were asked for, as long as there are ({count})")
         return named
 
@@ -232,7 +234,7 @@ class Blocks:
         """Return the slots of the blocks that would go next, up to ``count``, a leaf before its root; none goes."""
         found: list[int] = []
         gone: set[int] = set()
-        for key in self.victims(count, now_s):
+        for key in self.victims(count, now_s, all_of_them=False):  # blocks that move keep those before them
             slot = self.index.slots.get(key, 0) if isinstance(key, bytes) else 0
             if slot not in self.idle or slot in gone or not (self.children[slot] or gone) <= gone:
                 self.faults.note("victims are cached, not held, named once, and a leaf goes before its root")

@@ -260,7 +260,7 @@ class Book:
         roster = self._roster
         self._look_again()
         if roster.waiting_view is None:
-            rows = [request.view() for request in roster.waiting.values()]
+            rows = [one.view() for one in roster.waiting.values() if one.number not in roster.barred]
             roster.waiting_view = tuple(sorted(rows, key=_arrival))
         waiting = roster.waiting_view
         running = tuple([one.view() for one in roster.running.values() if not one.in_flight])

@@ -34,10 +34,18 @@ class StepTimeModel:
     Coefficients are never negative. Errors count relative to the step's time, so that short steps count as much as
     long ones; old steps fade with a half-life of ``half_life`` steps of their kind (with chunks of prompts, or
     without); the first ``skip`` steps (lazy initialization) and later outliers hardly count. ``step_s`` is the mean
-    times a factor that is moved so that 95 % of the real steps stay under it.
+    times a factor that is moved so that 95 % of the real steps stay under it. ``warm``: steps of one row each and their
+    seconds, run on nobody's behalf, for a first notion of this machine.
     """
 
-    def __init__(self, *, half_life: float = 200.0, skip: int = 2, refit_every: int = 8) -> None:
+    def __init__(
+        self,
+        warm: Iterable[tuple[float, BoundRow]] = (),
+        *,
+        half_life: float = 200.0,
+        skip: int = 2,
+        refit_every: int = 8,
+    ) -> None:
         size = len(_SCALES)
         self._keep = 0.5 ** (1.0 / half_life)
         self._skip = skip
@@ -52,6 +60,7 @@ class StepTimeModel:
             self._rights[1][i] = 0.1 * prior
         self._spread = 0.5  # usual relative error
         self._tail = 1.1
+        self._begin(warm)
 
     def mean_s(self, tokens: int, rows: int, context_tokens: int, attended_tokens: int = 0) -> float:
         """Return the expected seconds of a step."""
@@ -61,6 +70,16 @@ class StepTimeModel:
     def step_s(self, tokens: int, rows: int, context_tokens: int, attended_tokens: int = 0) -> float:
         """Return the seconds that 95 % of such steps stay under."""
         return self._tail * self.mean_s(tokens, rows, context_tokens, attended_tokens)
+
+    def _begin(self, steps: Iterable[tuple[float, BoundRow]]) -> None:
+        """Scale what is assumed so that it fits these steps; it counts as little as before."""
+        for step_s, row in steps:
+            load = step_load([row])
+            ratio = step_s / self.mean_s(*load)
+            if load[0] > 1 and ratio > 0.0:
+                self._weights = [ratio * one for one in self._weights]
+                for rights in self._rights:
+                    rights[:] = [ratio * one for one in rights]
 
     def observe(self, step_s: float, tokens: int, rows: int, context_tokens: int, attended_tokens: int = 0) -> None:
         """Learn from a step that took ``step_s`` seconds."""

@@ -22,7 +22,9 @@ from kimicore.tiers import READ_BATCH, Tiers
 __all__ = ["Loader", "Loading", "recompute_s"]
 
 LOOKS = 32  # waiting requests that are looked at
-TRIES = 3  # loads per request: what arrived may be dropped again before it is used
+TRIES = 16  # loads per request: what arrived may be dropped again before it is used
+ROOM_S = 10.0  # how long a request waits for room to load to, rather than compute
+DECLINED_S = 0.25  # how long it counts that computing was faster: the estimate changes with what is measured
 PATIENCE = 4.0  # a load may take so many times what was expected ...
 LEAST_PATIENCE_S = 0.25  # ... and at least this long
 
@@ -70,6 +72,7 @@ class Loader:
         self._chunk_tokens, self._places = limits.max_batch_tokens, limits.max_batch_size
         self._of: dict[int, Loading] = {}  # by transfer
         self._all: list[Loading] = []
+        self._roomless: dict[int, float] = {}  # requests that could load if there were room, and since when
 
     @property
     def loadings(self) -> Sequence[Loading]:
@@ -82,11 +85,22 @@ class Loader:
         """Look at the first requests that wait, and return the transfers that they need."""
         found: list[Transfer] = []
         roster = self._roster
+        for number in [one for one in self._roomless if one not in roster.waiting]:
+            del self._roomless[number]
         for request in list(roster.waiting.values())[:LOOKS]:
-            open_ = request.tries < TRIES and not request.declined and request.number not in roster.holders
+            open_ = request.tries < TRIES and request.declined_s <= now_s and request.number not in roster.holders
             if open_ and request.looked_at != roster.cache_age and request.new.use_cache:
                 found += self._look(request, now_s, cost)
+        self._bar(now_s)
         return found
+
+    def _bar(self, now_s: float) -> None:
+        """Keep requests from computing what they could load, for a while, where room for that may yet come."""
+        roster = self._roster
+        hopeful = roster.running or self._all or roster.holders
+        barred = {one for one, since_s in self._roomless.items() if hopeful and now_s - since_s <= ROOM_S}
+        if barred != roster.barred:
+            roster.barred, roster.waiting_view = barred, None
 
     def _look(self, request: Request, now_s: float, cost: StepCost) -> list[Transfer]:
         roster, tiers = self._roster, self._tiers
@@ -98,8 +112,8 @@ class Loader:
             return []
         want, expected_s = self._best(request, here, reach, cost)
         if want is None:
-            roster.counts["loads_declined"] += 1
-            request.declined = True
+            roster.counts["loads_declined"] += request.declined_s == float("-inf")
+            request.declined_s = now_s + DECLINED_S
             return []
         return self._start(request, want, now_s, expected_s)
 
@@ -150,13 +164,14 @@ class Loader:
         ledger, roster = self._ledger, self._roster
         pins = self._pins(request.chains, want)
         sources = self._host_slots(request.chains, want)  # making room below must not drop what is to come
-        company = len(roster.running)
-        margin = company + 1 if company else 0  # as who is admitted has to leave: who could enter can load before it
+        company = len(roster.running) + len(roster.holders) + len(self._all)
+        margin = company + 1 if company else 0  # the next block of each, as who is admitted has to leave
         needs = [len(own) for own in want.missing]
         slots: list[list[int]] | None = None
         if ledger.fits([need + margin for need in needs]) and self._modest(needs):
             slots = self._allocate(needs)
         if slots is None:
+            self._roomless.setdefault(request.number, now_s)
             for pin in pins:
                 ledger.unpin(pin)
             for kind, held in enumerate(sources):
@@ -171,6 +186,7 @@ class Loader:
         loading = Loading(request, request.chains, blocks, pins, now_s + patience_s, want.count)
         self._all.append(loading)
         roster.set_aside(request)
+        self._roomless.pop(request.number, None)
         request.tries += 1
         request.loading = loading
         roster.counts["loads"] += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from attrs import define, evolve
 
@@ -26,7 +26,7 @@ from kimicore.plan import Planner
 from kimicore.requests import Event, Failed, Finished, NewRequest, Tokens
 from kimicore.text.judge import TextJudge
 from kimicore.text.tokenizer import Tokenizer
-from kimicore.types import EngineStats, Timing, Usage
+from kimicore.types import BoundRow, EngineStats, Timing, Usage
 from kimicore.wake import Waker
 
 __all__ = ["EngineLoop"]
@@ -35,8 +35,7 @@ _log = logging.getLogger("kimicore")
 
 IDLE_LOOK_S = 0.25
 """How often an idle engine looks whether the interpreter is going down."""
-BLOCKED_LOOK_S = 0.002
-"""How often a plan is tried anew when nothing can run and nothing happens."""
+BLOCKED_LOOK_S = 0.002  # how often a plan is tried anew when nothing can run and nothing happens
 
 
 @define(eq=False)
@@ -78,6 +77,7 @@ class EngineLoop:
         context_tokens: int,
         set_threads: Callable[[int], int] | None = None,
         carrier: Carrier | None = None,
+        warm: Iterable[tuple[float, BoundRow]] = (),
     ) -> None:
         self.tokenizer = tokenizer
         self.clock = clock
@@ -86,7 +86,7 @@ class EngineLoop:
         self.limit_tokens = self.context_tokens - 1
         self._book, self._planner, self._config = book, planner, config
         self.runner = runner  # may be wrapped while the engine rests: it is taken with each step
-        self._cost = StepTimeModel()
+        self._cost = StepTimeModel(warm)
         self._set_threads = set_threads
         self._live: dict[int, _Live] = {}
         self._wakeup = threading.Condition()

@@ -116,7 +116,7 @@ class Request:
         "cancelled",
         "chains",
         "computed",
-        "declined",
+        "declined_s",
         "first_cached",
         "first_token_s",
         "generated",
@@ -176,7 +176,7 @@ class Request:
         self.loading: Any = None  # its load from a lower tier, while that is on its way
         self.tries = 0  # loads so far
         self.looked_at = -1  # the cache's age when the lower tiers were last looked at
-        self.declined = False  # what lay there was faster to compute
+        self.declined_s = float("-inf")  # until then, what lay there was faster to compute
         self.attention: list[Any] | None = None  # per KV class what its blocks get; None: nobody is told
 
     @property

@@ -39,6 +39,7 @@ class Roster:
         self.cache_age = 0
         self.solo: int | None = None
         self.wanted: Callable[[Request], None] | None = None  # hears of blocks that are to reach the disk
+        self.barred: set[int] = set()  # waiting requests that may not start to compute yet
         self.holders: dict[int, Request] = {}  # waiting requests that hold what was fetched for them
 
     # ------------------------------------------------------------ coming and going
@@ -292,7 +293,7 @@ class Roster:
         """Let a running request give its blocks back and wait; it keeps its tokens and its place."""
         del self.running[request.number]
         request.preemptions += 1
-        request.tries, request.declined = 0, False
+        request.tries, request.declined_s = 0, float("-inf")
         request.lost = request.computed
         self.counts["preemptions"] += 1
         self.events.append(Preempted(request.number))

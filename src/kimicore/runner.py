@@ -53,17 +53,21 @@ class ModelRunner:
                 importance = self._importance(step, mass)
         return StepResult(rows, importance, time.perf_counter() - begun)
 
-    def warm_up(self, tokens: int) -> None:
+    def warm_up(self, tokens: int) -> list[tuple[float, BoundRow]]:
         """Run a prompt of ``tokens`` tokens and a single token on nobody's behalf, so that the first request need not
         pay for what torch and the kernels set up on first use; everything is written to slot 0.
+
+        Then run them once more, and return what each took in seconds: a first notion of how fast this machine is.
         """
-        for count in (tokens, 1):
+        taken: list[tuple[float, BoundRow]] = []
+        for count in (tokens, 1, tokens, 1):
             known = [0] * count
             table = [0] * -(-count // self._block_tokens)
             plan = RowPlan(0, 0, count, logits_at="last")
             tables = tuple(table for _ in self._arena.classes)
             row = BoundRow(plan, known, count, tables, True, SamplingParams(seed=0), 0, 0, (), count)
-            self.run(BoundStep(0, (row,), Shape(count, 1, len(table))))
+            taken.append((self.run(BoundStep(0, (row,), Shape(count, 1, len(table)))).step_s, row))
+        return taken[2:]
 
     def close(self) -> None:
         """Let go of weights and arena; may be called twice."""

@@ -12,6 +12,8 @@ from kimicore.tiers import BATCH, QUEUED_BYTES, Tiers
 
 __all__ = ["Sink", "Sinking"]
 
+TRIES = 4  # writes of a block before it is given up
+
 
 @define(eq=False)
 class Sink:
@@ -56,8 +58,8 @@ class Sinking:
     def _lower(self, sink: Sink, now_s: float) -> list[Transfer]:
         tiers = self.tiers
         assert tiers.disk is not None
-        up: list[BlockMove] = []
         down: list[BlockMove] = []
+        absent: list[tuple[int, BlockKey]] = []
         for (kind, key), tries in list(sink.left.items()):
             if key in tiers.disk:
                 del sink.left[kind, key]
@@ -65,17 +67,25 @@ class Sinking:
             slot = tiers.host.slots[kind].get(key, 0)
             if tiers.moving(kind, key) or (slot and tiers.host.pinned(kind, slot)):
                 continue
-            device = tiers.ledger.cached(kind, key)
-            if tries > 1 or not (slot or device):  # it was tried twice, or is nowhere
+            if tries >= TRIES or not (slot or tiers.ledger.cached(kind, key)):  # it is nowhere, or cannot be written
                 del sink.left[kind, key]
                 sink.gone += 1
-            elif slot and len(down) < BATCH and tiers.queued_bytes < QUEUED_BYTES:
+            elif not slot:
+                absent.append((kind, key))
+            elif len(down) < BATCH and tiers.queued_bytes < QUEUED_BYTES:
                 sink.left[kind, key] += 1
                 down.append(BlockMove(kind, key, slot, 0))
-            elif not slot and len(up) < BATCH:
-                target = tiers.host_slot(kind, now_s)
-                if not target:
-                    break
-                up.append(BlockMove(kind, key, device, target))
-        found = [tiers.send("device", "host", up)] if up else []
-        return [*found, tiers.send("host", "disk", down)] if down else found
+        # Sent, and so pinned, before room is made in the host for others: that drops blocks nobody holds.
+        found = [tiers.send("host", "disk", down)] if down else []
+        return found + self._fetch(absent[:BATCH], now_s)
+
+    def _fetch(self, blocks: Iterable[tuple[int, BlockKey]], now_s: float) -> list[Transfer]:
+        """Return the copies of blocks from the device to the host, as far as there is room."""
+        tiers = self.tiers
+        moves: list[BlockMove] = []
+        for kind, key in blocks:
+            target = tiers.host_slot(kind, now_s)
+            if not target:
+                break
+            moves.append(BlockMove(kind, key, tiers.ledger.cached(kind, key), target))
+        return [tiers.send("device", "host", moves)] if moves else []

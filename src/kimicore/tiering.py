@@ -93,7 +93,10 @@ def _store(config: EngineConfig) -> DiskStore | None:
     if config.kv_disk_dir is None:
         return None
     limit = config.kv_disk_bytes
-    folder = Path(config.kv_disk_dir).expanduser()
+    try:
+        folder = Path(config.kv_disk_dir).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"kv_disk_dir={config.kv_disk_dir!r}: {error} write the path in full") from error
     if limit is None:
         near = next((path for path in (folder, *folder.absolute().parents) if path.is_dir()), Path("/"))
         limit = min(DEFAULT_DISK_BYTES, shutil.disk_usage(near).free // 2)

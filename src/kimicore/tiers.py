@@ -253,13 +253,15 @@ class Tiers:
         """Begin a move downwards; its sources stay where they are until it is over."""
         ledger = self.ledger
         pins: list[Pin] = []
+        held: set[tuple[int, int]] = set()  # by this move itself: another's pin may end sooner
         units = 0
         for move in moves:
             units += ledger.slabs.units[move.kind]
             if source == "host":
                 self.host.pin(move.kind, move.source)
-            elif not ledger.pins(move.kind, move.source):  # a pin holds the blocks before it as well
+            elif (move.kind, move.source) not in held:
                 pins.append(ledger.pin(move.kind, move.source))
+                held.update((move.kind, slot) for slot in pins[-1].slots)  # the blocks before it as well
             if target == "host":
                 self._sent[move.kind].add(move.key)
         if target == "disk":

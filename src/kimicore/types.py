@@ -182,9 +182,10 @@ class StreamChunk:
 class TierStats:
     """A lower tier of the KV cache: what is in it now, and totals.
 
-    ``hit_blocks`` came from it, ``missed_blocks`` were asked for and could not be read. ``stored_bytes`` are as they
-    lie there (compressed, on disk). ``dropped_blocks`` left the tier above without a copy, for want of room or of a
-    second use. ``set_aside``: records that proved damaged. ``failures``: reads and writes that the system refused.
+    On disk, bytes are those of records that can be read. ``hit_blocks`` came from it, ``missed_blocks`` were asked for
+    and could not be read. ``stored_bytes`` are as they lie there (compressed, on disk). ``dropped_blocks`` left the
+    tier above without a copy: for want of room or of a second use, or since the write failed. ``set_aside``: records
+    that proved damaged. ``failures``: reads and writes that the system refused.
     """
 
     blocks: int

@@ -6,7 +6,9 @@ import random
 
 import pytest
 
-from kimicore.cost import StepTimeModel
+from kimicore.cost import StepTimeModel, step_load
+from kimicore.sampling_params import SamplingParams
+from kimicore.types import BoundRow, RowPlan
 
 
 def test_the_model_learns_what_steps_cost():
@@ -73,3 +75,16 @@ def test_a_long_prompt_hides_nothing_about_the_streams():
         model.observe(real_s(*load), *load)
     alone_s = model.mean_s(8, 8, 4180, 0)
     assert alone_s == pytest.approx(0.025 + 8 * 1.5e-3 + 3.5e-6 * 4180, rel=0.05)
+
+
+def test_a_first_notion_scales_the_assumptions() -> None:
+    """A step that was run before any request makes the assumed times this machine's, and measured ones replace them."""
+    known = [0] * 64
+    row = BoundRow(RowPlan(0, 0, 64), known, 64, ([0] * 4,), True, SamplingParams(), 0, 0, (), 64)
+    load = step_load([row])
+    slow_s = 7.0 * StepTimeModel().mean_s(*load)
+    model = StepTimeModel([(slow_s, row)])
+    assert model.mean_s(*load) == pytest.approx(slow_s)
+    for _ in range(60):
+        model.observe(0.01, *load)
+    assert model.mean_s(*load) == pytest.approx(0.01, rel=0.05)

@@ -174,6 +174,12 @@ class BookMachine(RuleBasedStateMachine):
         for at, outcome in picks:
             self.rig.move(at, outcome)
 
+    @rule(pick=st.integers(0, 30))
+    def sink(self, pick: int) -> None:
+        if self.rig.news:
+            new = self.rig.news[sorted(self.rig.news)[-1 - pick % len(self.rig.news)]]
+            self.rig.book.sink(list(new.prompt), len(new.prompt), new.salt)
+
     @rule(keys=st.integers(1, 3))
     def damage(self, keys: int) -> None:
         for key in list(self.rig.carrier.disk)[:keys]:

@@ -52,6 +52,9 @@ def mixed(seed: int, classes: tuple[Any, ...]) -> None:
         number = rig.submit(prompt_of(draw.randint(1, min(40, longest - 4)), draw.randint(0, 5)), 3)
         if draw.random() < 0.1:
             doomed.add(number)
+        if draw.random() < 0.4:
+            new = rig.news[draw.choice(sorted(rig.news))]
+            rig.book.sink(list(new.prompt), len(new.prompt), new.salt)
         for _ in range(draw.randint(0, 6)):
             rig.step()
             if draw.random() < 0.6:
@@ -137,6 +140,20 @@ def a_failed_copy_is_kept(patch: pytest.MonkeyPatch) -> None:
         real(self, moved, now_s)
 
     patch.setattr(Tiers, "done", done)
+
+
+@mutant
+def room_is_made_before_what_is_written_is_held(patch: pytest.MonkeyPatch) -> None:
+    real = Tiers.send
+
+    def send(self: Tiers, source: Any, target: Any, moves: Any) -> Any:
+        for move in moves if target == "disk" else ():
+            slot = self.host_slot(move.kind, 0.0)
+            if slot:
+                self.host.abandon(move.kind, slot)
+        return real(self, source, target, moves)
+
+    patch.setattr(Tiers, "send", send)
 
 
 @mutant

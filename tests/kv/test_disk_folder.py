@@ -158,9 +158,6 @@ def test_a_damaged_format_is_written_again(make: Make, folder: Path, content: by
 def damaged(secret: Path, how: str) -> None:
     """Damage the secret's file."""
     content = secret.read_bytes()
-    if how == "readable":
-        secret.chmod(0o640)
-        return
     secret.unlink()
     if how == "cut":
         secret.write_bytes(content[:-1])
@@ -174,9 +171,9 @@ def damaged(secret: Path, how: str) -> None:
         secret.chmod(0o600)
 
 
-@pytest.mark.parametrize("how", ["removed", "cut", "longer", "flipped", "link", "readable"])
+@pytest.mark.parametrize("how", ["removed", "cut", "longer", "flipped", "link"])
 def test_a_damaged_secret_is_replaced_and_all_is_dropped(make: Make, folder: Path, how: str) -> None:
-    """Without the secret nobody can ask for the old blocks, so they go; so does a secret that others could read."""
+    """Without the secret nobody can ask for the old blocks, so they go."""
     store = make()
     put(store, [1])
     old = store.secret
@@ -223,7 +220,7 @@ def test_wrong_settings_are_refused(folder: Path, settings: dict[str, object], m
 
 def test_what_is_not_ours_is_left_alone(make: Make, folder: Path) -> None:
     """Files of other names, folders and links in the folder are neither read, counted nor removed."""
-    folder.mkdir(mode=0o700)
+    make().close()
     (folder / "notes.txt").write_text("mine")
     (folder / "segment-1.kv").write_text("mine")
     (folder / "segment-000000000000000a.kv.bak").write_text("mine")
@@ -235,6 +232,31 @@ def test_what_is_not_ours_is_left_alone(make: Make, folder: Path) -> None:
     assert numbers(store) == list(range(5))
     assert (folder / "notes.txt").read_text() == "mine"
     assert len(list(folder.iterdir())) == 6 + 3 + 1
+
+
+@pytest.mark.parametrize("name", ["FORMAT", "secret", "new.tmp", "segment-0000000000000000.kv", "notes.txt"])
+def test_a_folder_of_other_files_is_refused_and_left_as_it_was(make: Make, folder: Path, name: str) -> None:
+    """A folder that holds somebody's files and was never a KV cache is refused by name, and nothing in it changes."""
+    folder.mkdir(mode=0o700)
+    (folder / name).write_text("mine")
+    (folder / "more.txt").write_text("mine too")
+    with pytest.raises(ConfigError, match="holds files that are no KV cache's"):
+        make()
+    assert (folder / name).read_text() == "mine"
+    assert (folder / "more.txt").read_text() == "mine too"
+
+
+def test_a_secret_that_others_could_read_is_kept_and_closed(make: Make, folder: Path) -> None:
+    """After a copy that lost the modes the blocks are still there, and the secret is the owner's alone again."""
+    store = make()
+    put(store, [1])
+    secret = store.secret
+    store.close()
+    (folder / "secret").chmod(0o644)
+    store = make()
+    assert store.secret == secret
+    assert found(store, 1)
+    assert (folder / "secret").stat().st_mode & 0o777 == 0o600
 
 
 def test_direct_reads_that_are_wrong_are_not_used(make: Make) -> None:

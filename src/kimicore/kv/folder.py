@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import logging
 import os
 import re
 import secrets
@@ -22,10 +23,13 @@ from kimicore.kv.files import Files, write_whole
 
 __all__ = ["DiskFolder", "open_folder"]
 
+_log = logging.getLogger("kimicore")
+
 _FORMAT_NAME: Final = "FORMAT"
 _FORMAT: Final = b"kimicore-kv 1\n"
 _SECRET_NAME: Final = "secret"
 _SECRET_BYTES: Final = 32
+_SEGMENT: Final = re.compile(r"segment-[0-9a-f]{16}\.kv")
 _LOCK_NAME: Final = "lock"
 _NEW_NAME: Final = "new.tmp"
 _CHOOSE: Final = "choose a folder that belongs to you alone"
@@ -66,10 +70,12 @@ class DiskFolder:
         Raises :class:`~kimicore.ConfigError`, or OSError where the folder cannot be written.
         """
         self._lock()
+        ours = self._check_format()
         for name in (_NEW_NAME, PROBE_NAME):
             with contextlib.suppress(FileNotFoundError):
                 self.files.remove(self.fd, name)
-        self._check_format()
+        if not ours:
+            self._write(_FORMAT_NAME, _FORMAT)
         self._find_secret()
         self.store = hashlib.blake2b(b"kimicore disk tier", key=self.secret, digest_size=16).digest()
         if direct != "off":
@@ -98,31 +104,53 @@ class DiskFolder:
                 "another engine or process is using it", "close that one, or give each engine a folder of its own"
             ) from None
 
-    def _check_format(self) -> None:
+    def _check_format(self) -> bool:
+        """Return whether the folder's format stands in it as it should; refuse one that is somebody else's."""
         try:
             content = self._read(_FORMAT_NAME, 1024, others=0o055)
         except FileNotFoundError:
             content = b""
-        if content == _FORMAT:
-            return
-        match = re.fullmatch(rb"kimicore-kv (\d{1,9})\n", content)
-        if match:
+        match = re.fullmatch(rb"kimicore-kv (\d{1,9})\s*", content)
+        if match and int(match[1]) != 1:
             raise self.refusal(
                 f"it was written in format {int(match[1])}, and this version reads format 1",
                 "delete the folder, or choose another",
             )
-        self._write(_FORMAT_NAME, _FORMAT)  # none, or damaged; segments tell their version as well
+        if match is None and self._kept_secret() is None:
+            # A format that never reached the disk is blank; then the names have to be those of a KV cache.
+            own: tuple[str, ...] = (_LOCK_NAME, _NEW_NAME, PROBE_NAME)
+            if not content.strip(b"\0"):
+                own = (*own, _FORMAT_NAME, _SECRET_NAME)
+            others = [one for one in sorted(os.listdir(self.fd)) if one not in own]
+            if not content.strip(b"\0"):
+                others = [one for one in others if not _SEGMENT.fullmatch(one)]
+            if others:
+                raise self.refusal(
+                    f"it holds files that are no KV cache's ({', '.join(others[:3])})", "choose an empty folder"
+                )
+        return content == _FORMAT
+
+    def _kept_secret(self) -> bytes | None:
+        """Return the secret that lies in the folder, None where there is none or it is damaged."""
+        try:
+            content = self._read(_SECRET_NAME, 1024, others=0o077)
+        except FileNotFoundError:
+            return None
+        secret = content[:_SECRET_BYTES]
+        whole = len(secret) == _SECRET_BYTES and content == secret + xxhash.xxh3_128_digest(secret)
+        return secret if whole else None
 
     def _find_secret(self) -> None:
-        """Read the secret, or draw a new one where there is none or it is damaged or was not kept secret."""
-        content = b""
-        with contextlib.suppress(FileNotFoundError):
-            content = self._read(_SECRET_NAME, 1024)
-        secret = content[:_SECRET_BYTES]
-        if len(secret) < _SECRET_BYTES or content != secret + xxhash.xxh3_128_digest(secret):
-            secret = secrets.token_bytes(_SECRET_BYTES)
-            self._write(_SECRET_NAME, secret + xxhash.xxh3_128_digest(secret))
-        self.secret = secret
+        """Read the secret, or draw a new one where there is none or it is damaged; nobody else may read it."""
+        kept = self._kept_secret()
+        seen = kept is not None and bool(os.stat(_SECRET_NAME, dir_fd=self.fd).st_mode & 0o077)
+        if seen:
+            _log.warning("disk folder %s: others could read its secret; that right is taken away", self.path)
+        elif kept is None and any(name.startswith("segment-") for name in os.listdir(self.fd)):
+            _log.warning("disk folder %s: its secret is damaged; what was stored before is dropped", self.path)
+        self.secret = kept or secrets.token_bytes(_SECRET_BYTES)
+        if seen or kept is None:
+            self._write(_SECRET_NAME, self.secret + xxhash.xxh3_128_digest(self.secret))
 
     def _read(self, name: str, most: int, others: int = 0) -> bytes:
         """Return a small file's content; nothing where it is no regular file, not ours, or others have more rights."""

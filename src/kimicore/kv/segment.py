@@ -27,7 +27,7 @@ from kimicore.kv.record import (
 
 __all__ = ["BadRecord", "Segment", "create_segment", "load_segment", "segment_name", "segment_number"]
 
-_NAME: Final = re.compile(r"segment-([0-9a-f]{16})\.kv")
+_NAME: Final = re.compile(r"segment-(0[0-9a-f]{15})\.kv")  # the next number always has a name as well
 _SEARCH_BYTES: Final = 256 << 10
 
 
