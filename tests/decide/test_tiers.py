@@ -160,6 +160,20 @@ def test_late_blocks_are_not_waited_for() -> None:
     made.assert_empty()
 
 
+def test_who_gave_way_fetches_its_blocks() -> None:
+    """A preempted request whose blocks were needed by others loads them when there is room again."""
+    made = rig(14)
+    first = made.submit(prompt_of(40), 150)
+    second = made.submit(prompt_of(40, 5), 100)
+    made.finish()
+    assert made.out[second].preemptions == 1
+    assert made.book.stats().loads == 1
+    assert made.book.stats().recomputed_tokens < 16
+    for number in (first, second):
+        made.assert_right(number)
+    made.assert_empty()
+
+
 def test_others_do_not_wait_for_a_load() -> None:
     """While one request's blocks are on the way another is served."""
     made = rig(25)

@@ -92,6 +92,12 @@ async def test_folders_that_cannot_serve_are_named_at_the_start(tiny: Path, tmp_
     (tmp_path / "open").chmod(0o777)
     with pytest.raises(ConfigError, match="kv_disk_bytes=1000000: at least"):
         await Engine(tiny, small(tmp_path / "small", kv_disk_bytes="1MB")).open()
+    with pytest.raises(ConfigError, match="kv_disk_dir='~nobody-of-that-name/kv'"):
+        await Engine(tiny, small(None, kv_disk_dir="~nobody-of-that-name/kv")).open()
+    (tmp_path / "theirs").mkdir(mode=0o700)
+    (tmp_path / "theirs" / "letter.txt").write_text("dear")
+    with pytest.raises(ConfigError, match=r"theirs: it holds files .*letter\.txt"):
+        await Engine(tiny, small(tmp_path / "theirs")).open()
     for name in ("file", "loop", "open"):
         with pytest.raises(ConfigError, match=name):
             await Engine(tiny, small(tmp_path / name)).open()
