@@ -74,11 +74,6 @@ class Loader:
         self._all: list[Loading] = []
         self._roomless: dict[int, float] = {}  # requests that could load if there were room, and since when
 
-    @property
-    def loadings(self) -> Sequence[Loading]:
-        """Loads on their way, those that nobody waits for any more among them."""
-        return self._all
-
     # ------------------------------------------------------------ beginning
 
     def begin(self, now_s: float, cost: StepCost) -> list[Transfer]:
@@ -109,11 +104,13 @@ class Loader:
         here = roster.hit(request) if most else 0
         reach = tiers.reach(request.chains, most) if most else 0
         if reach <= here:
+            self._roomless.pop(request.number, None)
             return []
         want, expected_s = self._best(request, here, reach, cost)
         if want is None:
             roster.counts["loads_declined"] += request.declined_s == float("-inf")
             request.declined_s = now_s + DECLINED_S
+            self._roomless.pop(request.number, None)
             return []
         return self._start(request, want, now_s, expected_s)
 

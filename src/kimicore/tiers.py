@@ -152,7 +152,8 @@ class Tiers:
         key, parent, depth = self.ledger.named(kind, slot)
         if self.source(kind, key) is not None:
             return
-        target = 0 if self.staging and not self._admits(key) else self.host_slot(kind, self.ledger.now_s)
+        useless = self.sinking or (self.staging and not self._admits(key))  # nobody asks the host any more, or at all
+        target = 0 if useless else self.host_slot(kind, self.ledger.now_s)
         if target:
             self._urgent.append((BlockMove(kind, key, slot, target), parent, depth))
         else:

@@ -174,6 +174,27 @@ def test_who_gave_way_fetches_its_blocks() -> None:
     made.assert_empty()
 
 
+def test_nobody_waits_for_room_to_load_what_is_gone() -> None:
+    """A request that waited for room to load starts to compute once its blocks have left the lower tiers."""
+    made = rig(17, max_batch_size=4)
+    pushed_out(made, prompts=4)
+    running = made.submit(prompt_of(150, 9), 60)
+    for _ in range(4):
+        made.step()
+    waiting = made.submit(prompt_of(100), 2)
+    made.step()
+    assert waiting in made.book._roster.barred
+    host = made.below.tiers.host
+    for key in list(host.slots[0]):
+        host.drop(0, key)
+    made.book._roster.cache_age += 1
+    made.tend()
+    assert waiting not in made.book._roster.barred
+    made.finish()
+    made.assert_right(running)
+    made.assert_right(waiting)
+
+
 def test_others_do_not_wait_for_a_load() -> None:
     """While one request's blocks are on the way another is served."""
     made = rig(25)

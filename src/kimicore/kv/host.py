@@ -11,12 +11,7 @@ from numpy.typing import NDArray
 
 from kimicore.types import KVClass
 
-__all__ = ["HostArena", "block_bytes_of"]
-
-
-def block_bytes_of(memory: NDArray[np.uint8], block_bytes: int, slot: int) -> NDArray[np.uint8]:
-    """Return the bytes of one block of an arena, not a copy; slots count in blocks of the class's size."""
-    return memory[slot * block_bytes : (slot + 1) * block_bytes]
+__all__ = ["HostArena"]
 
 
 class HostArena:
