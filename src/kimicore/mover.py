@@ -18,6 +18,7 @@ from attrs import define
 from numpy.typing import NDArray
 
 from kimicore.clock import Clock
+from kimicore.kv.ahead import Ahead
 from kimicore.kv.disk import DiskBlock, DiskStore
 from kimicore.moves import LOST, BlockMove, Transfer, Transferred
 from kimicore.types import KVClass
@@ -27,6 +28,7 @@ __all__ = ["Mover"]
 _log = logging.getLogger("kimicore")
 
 WRITER_NICENESS = 10
+READERS_EACH = 2  # threads per reader that may decode: the others fetch meanwhile what comes next
 
 
 @define(eq=False)
@@ -67,10 +69,11 @@ class Mover:
         self._closing = False
         self._lines = {name: _Line(deque(), []) for name in ("copy", "read", "write")}
         self._readers = readers
+        self._decoding = threading.Semaphore(readers)
 
     def start(self) -> None:
         """Start the workers."""
-        counts = {"copy": 1, "read": self._readers if self.disk else 0, "write": 1 if self.disk else 0}
+        counts = {"copy": 1, "read": READERS_EACH * self._readers if self.disk else 0, "write": 1 if self.disk else 0}
         for name, line in self._lines.items():
             for number in range(counts[name]):
                 thread = threading.Thread(
@@ -199,15 +202,21 @@ class Mover:
     def _read(self, transfer: Transfer) -> list[int]:
         disk = self.disk
         assert disk is not None
-        stored = []
-        for move in transfer.moves:
-            size = self._sizes[move.kind]
-            out = self._device[move.target * size : (move.target + 1) * size].data
-            if disk.get(move.key, self._layouts[move.kind], out):
-                stored.append(size)
-            else:
-                stored.append(0 if move.key in disk else LOST)
+        moves = transfer.moves
+        stored: list[int] = []
+        while len(stored) < len(moves):
+            left = moves[len(stored) :]
+            ahead = disk.read_ahead([move.key for move in left])
+            with self._decoding:
+                stored += [self._decode(disk, move, ahead) for move in left[: ahead.keys]]
         return stored
+
+    def _decode(self, disk: DiskStore, move: BlockMove, ahead: Ahead) -> int:
+        size = self._sizes[move.kind]
+        out = self._device[move.target * size : (move.target + 1) * size].data
+        if disk.get(move.key, self._layouts[move.kind], out, ahead):
+            return size
+        return 0 if move.key in disk else LOST
 
 
 def _follows(first: BlockMove, other: BlockMove, distance: int) -> bool:
@@ -217,7 +226,7 @@ def _follows(first: BlockMove, other: BlockMove, distance: int) -> bool:
 
 
 def _item_bytes(dtype: str) -> int:
-    return {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}[dtype]
+    return {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int4": 1}[dtype]
 
 
 def _give_way() -> None:

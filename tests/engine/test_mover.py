@@ -171,3 +171,109 @@ def test_closing_waits_so_long_and_no_longer(rig: Callable[..., Rig], monkeypatc
     made.mover.close(5.0)
     names = {one.name for one in threading.enumerate()}
     assert not any(name.startswith(("kimicore-copy", "kimicore-read", "kimicore-write")) for name in names)
+
+
+def test_a_long_load_in_portions(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transfer that is larger than what is read ahead at once comes in portions; in it, what was damaged or was never
+    there is lost, and every other block is right.
+    """
+    monkeypatch.setattr("kimicore.kv.ahead.AHEAD_BYTES", 10_000)
+    made = rig()
+    names = [bytes([at]) * 16 for at in range(10)]
+    down = [BlockMove(0, key, at, at + 1) for at, key in enumerate(names)]
+    made.move("device", "host", *down)
+    made.move("host", "disk", *[BlockMove(0, one.key, one.target, 0) for one in down])
+    left = [made.bytes_of(made.device, 0, at) for at in range(10)]
+    assert made.store is not None
+    place = made.store._log.index[names[4]]
+    path = Path(made.store._folder.path) / place.segment.name
+    with path.open("r+b") as file:
+        file.seek(place.record.offset + 300)
+        file.write(b"planted")
+    made.device[:] = 0
+    back = [BlockMove(0, key, 0, at) for at, key in enumerate(names)]
+    stored = made.move("disk", "device", *back[:7], BlockMove(0, b"no" * 8, 0, 11), *back[7:]).stored
+    assert stored == (3072, 3072, 3072, 3072, LOST, 3072, 3072, LOST, 3072, 3072, 3072)
+    assert [made.bytes_of(made.device, 0, at) for at in range(10) if at != 4] == left[:4] + left[5:]
+    assert made.mover.faults() == (1, 0)
+
+
+def test_others_read_ahead_while_one_decodes(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many threads as there are readers decode at once; the disk is read meanwhile, and all ends when they go on."""
+    made = rig()
+    names = [bytes([at]) * 16 for at in range(6)]
+    down = [BlockMove(0, key, at, at + 1) for at, key in enumerate(names)]
+    made.move("device", "host", *down)
+    made.move("host", "disk", *[BlockMove(0, one.key, one.target, 0) for one in down])
+    go, fetched, inside = threading.Event(), threading.Semaphore(0), []
+    read_ahead, get = DiskStore.read_ahead, DiskStore.get
+
+    def fetching(self: DiskStore, *arguments: Any) -> Any:
+        ahead = read_ahead(self, *arguments)
+        fetched.release()
+        return ahead
+
+    def getting(self: DiskStore, *arguments: Any) -> bool:
+        inside.append(threading.get_ident())
+        assert go.wait(20)
+        return get(self, *arguments)
+
+    monkeypatch.setattr(DiskStore, "read_ahead", fetching)
+    monkeypatch.setattr(DiskStore, "get", getting)
+    made.device[:] = 0
+    for at, key in enumerate(names):
+        made.mover.submit_nowait(Transfer(100 + at, "disk", "device", (BlockMove(0, key, 0, at),)))
+    for _ in range(4):
+        assert fetched.acquire(timeout=20)
+    assert not fetched.acquire(timeout=0.05), "each thread reads ahead once"
+    assert len(inside) <= 2
+    go.set()
+    for _ in names:
+        assert made.over.acquire(timeout=20)
+    assert {one.stored for one in made.mover.poll()} == {(3072,)}
+    assert [made.bytes_of(made.device, 0, at) for at in range(6)] == [
+        made.bytes_of(made.host, 0, at + 1) for at in range(6)
+    ]
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_failure_keeps_nobody_from_decoding(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads that raise, more often than threads may decode at once, leave the turn to the next one."""
+    made = rig()
+    made.move("device", "host", BlockMove(0, b"k" * 16, 1, 1))
+    made.move("host", "disk", BlockMove(0, b"k" * 16, 1, 0))
+    for name in ("get", "read_ahead"):
+        with monkeypatch.context() as patch:
+            patch.setattr(DiskStore, name, _broken)
+            for _ in range(6):
+                assert made.move("disk", "device", BlockMove(0, b"k" * 16, 0, 2)).stored == (0,)
+    assert made.move("disk", "device", BlockMove(0, b"k" * 16, 0, 2)).stored == (3072,)
+
+
+def test_closing_while_a_read_hangs(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing waits so long for a read that is under way; when it comes, it gives nothing, and its thread ends."""
+    made = rig()
+    made.move("device", "host", BlockMove(0, b"k" * 16, 1, 1))
+    made.move("host", "disk", BlockMove(0, b"k" * 16, 1, 0))
+    go, begun = threading.Event(), threading.Event()
+    store = made.store
+    assert store is not None
+    files = store._log._files
+    real = files.read
+
+    def read(fd: int, into: memoryview, offset: int) -> int:
+        begun.set()
+        assert go.wait(20)
+        return real(fd, into, offset)
+
+    monkeypatch.setattr(files, "read", read)
+    segment = store._log.index[b"k" * 16].segment
+    made.mover.submit_nowait(Transfer(9, "disk", "device", (BlockMove(0, b"k" * 16, 0, 2),)))
+    assert begun.wait(20)
+    made.mover.close(0.1)
+    assert segment.read_fd >= 0, "still being read"
+    go.set()
+    assert made.over.acquire(timeout=20)
+    assert [one.stored for one in made.mover.poll()] == [(LOST,)]
+    made.mover.close(5.0)
+    assert segment.read_fd == -1

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from kimicore.kv.ahead import Ahead
 from kimicore.kv.disk import DiskBlock, DiskStore
 from kimicore.kv.files import Buffer, Files
 from kimicore.kv.record import PAGE_BYTES, Record, parse_record
@@ -66,10 +67,10 @@ def put(store: DiskStore, wanted: Iterable[int], size: int = 6000) -> list[int]:
     return store.put([block(number, size) for number in wanted])
 
 
-def found(store: DiskStore, number: int, size: int = 6000) -> bool:
+def found(store: DiskStore, number: int, size: int = 6000, ahead: Ahead | None = None) -> bool:
     """Whether the store gives block ``number``; what it gives is right."""
     out = memoryview(bytearray(b"\xee" * size))
-    if not store.get(key(number), LAYOUT, out):
+    if not store.get(key(number), LAYOUT, out, ahead):
         return False
     assert out == content(number, size), f"block {number} came back with other bytes"
     return True

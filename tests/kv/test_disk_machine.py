@@ -11,6 +11,8 @@ from pathlib import Path
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kimicore.kv.ahead import Ahead
+
 from .rig import LIMIT, folder_bytes, found, key, numbers, opened, put, segments
 
 LIMIT_BYTES = LIMIT // 2
@@ -61,6 +63,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.gone: set[int] = set()
         self.doubt: set[int] = set()
         self.damaged = False  # since the start
+        self.ahead: Ahead | None = None
 
     @initialize(direct=st.sampled_from(["auto", "off"]))
     def start(self, direct: str) -> None:
@@ -81,11 +84,16 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(number=NUMBERS)
     def get(self, number: int) -> None:
-        hit = found(self.store, number)
+        hit = found(self.store, number, ahead=self.ahead)
         if number not in self.gone:
             self.doubt.discard(number)
         assert hit or number not in self.sure
         assert not hit or (number in self.put_ever and number not in self.gone)
+
+    @rule(wanted=SOME)
+    def read_ahead(self, wanted: list[int]) -> None:
+        self.ahead = self.store.read_ahead([key(number) for number in wanted])
+        assert self.ahead.keys == len(wanted)
 
     @rule(wanted=SOME)
     def discard(self, wanted: list[int]) -> None:
@@ -149,6 +157,6 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 TestStoreMachine = StoreMachine.TestCase
-TestStoreMachine.__doc__ = """Put, get, discard, compact, restart and damage in any order: right bytes or a miss, within
-the limit, and what is not damaged is found.
+TestStoreMachine.__doc__ = """Put, read ahead, get, discard, compact, restart and damage in any order: right bytes or a
+miss, within the limit, and what is not damaged is found.
 """

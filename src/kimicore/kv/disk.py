@@ -16,6 +16,7 @@ from attrs import evolve, field, frozen
 
 from kimicore.checks import integer
 from kimicore.errors import ConfigError
+from kimicore.kv.ahead import Ahead, read_ahead
 from kimicore.kv.codec import Codec, CorruptBlock
 from kimicore.kv.compaction import admit, compact_all, tidy
 from kimicore.kv.direct import PageBuffers
@@ -103,6 +104,7 @@ class DiskStore:
         self._log = log
         self._codec = codec
         self._buffers = buffers
+        self._ahead_buffers = PageBuffers()  # of their own: what is read alone does not write over what was read ahead
         self._clock = clock
         self._process = os.getpid()
         self._closed = False
@@ -198,21 +200,30 @@ class DiskStore:
                     self._write([one for one in items.values() if not self._stored_bytes(one.record)])
         return [self._stored_bytes(block) for block in blocks]
 
-    def get(self, key: bytes, layout: bytes, out: memoryview) -> bool:
+    def read_ahead(self, keys: Sequence[bytes]) -> Ahead:
+        """Read the records of the first of these keys, of 8 MiB at most, for :meth:`get`, called by the same thread.
+
+        It covers at least one key. Records that lie side by side are read at once, and nothing is checked yet.
+        """
+        if not self._open:
+            return Ahead(len(keys), {})
+        return read_ahead(self._log, keys, self._ahead_buffers)
+
+    def get(self, key: bytes, layout: bytes, out: memoryview, ahead: Ahead | None = None) -> bool:
         """Write a block's bytes into ``out`` and return True, or return False: not there, or not to be had.
 
         The bytes are those that were put under this key and layout, and exactly as many as ``out`` holds. Where False
         is returned, ``out`` may hold anything. A block that is proven bad is set aside for good; one that cannot be
-        read just now stays.
+        read just now stays. What this thread last read ``ahead`` is not read again, where it is the record still.
         """
         if not self._open:
             return False
         target = memoryview(out).cast("B")
-        while (answer := self._read(key, layout, target)) is None:
+        while (answer := self._read(key, layout, target, ahead)) is None:
             pass  # each round uses up a spare of the key
         return answer
 
-    def _read(self, key: bytes, layout: bytes, target: memoryview) -> bool | None:
+    def _read(self, key: bytes, layout: bytes, target: memoryview, ahead: Ahead | None) -> bool | None:
         """Return whether ``target`` holds the block now; None where the record was bad and another took its place."""
         log = self._log
         with log.reading(key) as place:
@@ -222,7 +233,8 @@ class DiskStore:
             if record.layout != layout or record.raw_bytes != len(target):
                 return False
             try:
-                payload = place.segment.read(record, self._buffers)
+                known = None if ahead is None else ahead.bytes_of(place)
+                payload = place.segment.read(record, self._buffers, known)
                 self._codec.decode(record.codec, payload, target, record.item_bytes)
             except BadRecord as bad:
                 return None if log.set_aside(place, bury=bad.framed) else False

@@ -7,7 +7,7 @@ write to the disk. ``lock`` guards the index and is held for moments only; it is
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 from typing import Final
@@ -194,18 +194,25 @@ class Log:
     # ------------------------------------------------------------ the index
 
     @contextlib.contextmanager
-    def reading(self, key: bytes) -> Iterator[Place | None]:
-        """Find a key; its segment stays readable inside, whatever is removed meanwhile."""
+    def holding(self, keys: Sequence[bytes]) -> Iterator[list[Place | None]]:
+        """Find keys; their segments stay readable inside, whatever is removed meanwhile."""
         with self.lock:
-            place = self.index.get(key)
-            if place is not None:
-                place.segment.readers += 1
+            places = [self.index.get(key) for key in keys]
+            segments = [place.segment for place in places if place is not None]
+            for segment in segments:
+                segment.readers += 1
         try:
-            yield place
+            yield places
         finally:
-            if place is not None:
-                with self.lock:
-                    self._read_done(place.segment)
+            with self.lock:
+                for segment in segments:
+                    self._read_done(segment)
+
+    @contextlib.contextmanager
+    def reading(self, key: bytes) -> Iterator[Place | None]:
+        """Find one key, as :meth:`holding` does."""
+        with self.holding((key,)) as places:
+            yield places[0]
 
     def _read_done(self, segment: Segment) -> None:
         segment.readers -= 1

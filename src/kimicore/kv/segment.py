@@ -129,19 +129,27 @@ class Segment:
             with contextlib.suppress(OSError):
                 self.files.close(fd)
 
-    def read(self, record: Record, buffers: PageBuffers) -> memoryview:
-        """Return a record's payload, checked against its header and checksums, in this thread's buffer.
+    def fill(self, view: memoryview, offset: int) -> int:
+        """Fill whole pages from ``offset``; return the bytes read, fewer where the file ends. Raises OSError."""
+        count = read_pages(self.files, self.read_fd, view, offset)
+        if not self.direct:
+            with contextlib.suppress(OSError):
+                self.files.forget(self.read_fd, offset, len(view))
+        return count
+
+    def read(self, record: Record, buffers: PageBuffers, ahead: memoryview | None = None) -> memoryview:
+        """Return a record's payload, checked against its header and checksums: in this thread's buffer, or in
+        ``ahead``, its bytes where somebody has read them already.
 
         Raises :class:`BadRecord` where the bytes are wrong or the file is too short, OSError where it cannot be read.
         """
-        view = buffers.take(record.total_bytes)
-        if read_pages(self.files, self.read_fd, view, record.offset) < len(view):
-            if self.files.status(self.read_fd).st_size >= record.offset + len(view):
-                raise OSError(errno.EIO, "a read ended early")
-            raise BadRecord("the file ends within the record")
-        if not self.direct:
-            with contextlib.suppress(OSError):
-                self.files.forget(self.read_fd, record.offset, len(view))
+        view = ahead
+        if view is None:
+            view = buffers.take(record.total_bytes)
+            if self.fill(view, record.offset) < len(view):
+                if self.files.status(self.read_fd).st_size >= record.offset + len(view):
+                    raise OSError(errno.EIO, "a read ended early")
+                raise BadRecord("the file ends within the record")
         if parse_record(view) != record:
             raise BadRecord("another header stands there")
         payload = view[HEADER_BYTES : HEADER_BYTES + record.payload_bytes]
