@@ -37,8 +37,9 @@ from kimicore.kernels.registry import select_ops
 from kimicore.kv.arena import Arena, slab_bytes
 from kimicore.kv.codec import Codec
 from kimicore.model.batch import Batch
+from kimicore.model.kv_layout import kv_classes
 from kimicore.model.load import open_source
-from kimicore.model.spec import kv_classes, spec_from_config
+from kimicore.model.spec import spec_from_config
 from kimicore.model.transformer import Transformer
 from kimicore.text.tokenizer import Tokenizer
 

@@ -22,8 +22,8 @@ PLACES = {
         [
             f"kimicore.{name}"
             for name in (
-                "checks", "clock", "config", "errors", "guard", "memory", "moves", "records", "sampling_params",
-                "types",
+                "block_records", "checks", "clock", "config", "errors", "guard", "memory", "moves", "records",
+                "sampling_params", "types",
             )
         ],
         (0, "records"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from kimicore.config import EngineConfig
 from kimicore.contracts import StepLimits
@@ -31,10 +31,10 @@ def window_blocks(window: int, count: int, block_tokens: int) -> int:
 
 
 class Capacity:
-    """How long a request can be that has the arena to itself; ``tokens`` is the length."""
+    """How long a request with blocks of these classes can be that has the arena to itself; ``tokens`` is the length."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, ledger: Ledger, kinds: Sequence[int]) -> None:
+        self._ledger, self._kinds = ledger, kinds
         low, high = 0, _ENDLESS_TOKENS
         while low < high:
             middle = (low + high + 1) >> 1
@@ -49,7 +49,8 @@ class Capacity:
         ledger = self._ledger
         size = ledger.block_tokens
         total = 0
-        for window, per in zip(ledger.windows, ledger.slabs.per_slab, strict=True):
+        for kind in self._kinds:
+            window, per = ledger.windows[kind], ledger.slabs.per_slab[kind]
             blocks = -(-tokens // size)
             if window is not None:
                 blocks = min(blocks, window_blocks(window, 1, size))

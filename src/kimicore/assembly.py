@@ -19,8 +19,9 @@ from kimicore.kv.arena import Arena
 from kimicore.loop import EngineLoop
 from kimicore.memory import available_bytes
 from kimicore.model.importance_table import ImportanceTable, table_path
+from kimicore.model.kv_layout import kv_classes
 from kimicore.model.load import open_source
-from kimicore.model.spec import ModelSpec, kv_classes, spec_from_config
+from kimicore.model.spec import ModelSpec, spec_from_config
 from kimicore.model.transformer import Transformer
 from kimicore.plan import Planner
 from kimicore.prefix import KeyContext
@@ -54,17 +55,14 @@ def assemble(model: str | os.PathLike[str], config: EngineConfig, progress: Prog
     source = open_source(model, progress=progress)
     spec = spec_from_config(source.config)
     dtype = choose_dtype(config.dtype)
-    tokenizer = Tokenizer.from_source(source.text)
-    if tokenizer.vocab_size > spec.vocab_size:
-        raise ModelLoadError(
-            f"{source.path}: the tokenizer has {tokenizer.vocab_size} tokens and the model {spec.vocab_size}"
-        )
-    ends = source.text.eos_ids
-    if ends and not any(one < tokenizer.vocab_size for one in ends):
-        raise ModelLoadError(
-            f"{source.path}: eos_token_id={ends}: outside the vocabulary of {tokenizer.vocab_size} tokens"
-        )
-    classes = kv_classes(spec, str(dtype).removeprefix("torch."), config.block_tokens)
+    tokenizer = _tokenizer(source, spec)
+    classes = kv_classes(
+        spec,
+        str(dtype).removeprefix("torch."),
+        config.block_tokens,
+        config.precisions,
+        summaries=config.sparse_decode,
+    )
     importance = _importance(os.fspath(model), source, classes, config)
     arena = _arena(classes, config)
     ops = select_ops("cpu", dtype, native=config.native_kernels, shapes=_weight_shapes(spec))
@@ -105,6 +103,21 @@ def assemble(model: str | os.PathLike[str], config: EngineConfig, progress: Prog
         raise
 
 
+def _tokenizer(source: WeightSource, spec: ModelSpec) -> Tokenizer:
+    """Return the model's tokenizer; raises ModelLoadError where the two do not fit."""
+    tokenizer = Tokenizer.from_source(source.text)
+    if tokenizer.vocab_size > spec.vocab_size:
+        raise ModelLoadError(
+            f"{source.path}: the tokenizer has {tokenizer.vocab_size} tokens and the model {spec.vocab_size}"
+        )
+    ends = source.text.eos_ids
+    if ends and not any(one < tokenizer.vocab_size for one in ends):
+        raise ModelLoadError(
+            f"{source.path}: eos_token_id={ends}: outside the vocabulary of {tokenizer.vocab_size} tokens"
+        )
+    return tokenizer
+
+
 def _importance(
     model: str, source: WeightSource, classes: Sequence[KVClass], config: EngineConfig
 ) -> Importance | None:
@@ -116,7 +129,8 @@ def _importance(
     values: Sequence[Sequence[float]] = ()
     if config.importance == "table" or config.importance_table is not None or path.exists():
         try:
-            values = ImportanceTable.read(path.expanduser(), fingerprint, size, [one.name for one in classes]).values
+            names = [one.name for one in classes if one.precision == "full"]
+            values = ImportanceTable.read(path.expanduser(), fingerprint, size, names).values
         except ConfigError as error:
             options = "" if size == 16 else f" --block-tokens {size}"
             options += "" if config.importance_table is None else f" --out {config.importance_table}"
@@ -166,6 +180,14 @@ def _arena(classes: Sequence[KVClass], config: EngineConfig) -> Arena:
     return Arena(classes, wanted)
 
 
+def _described(kv_class: KVClass) -> bytes:
+    """Return what the bytes of a class's blocks mean."""
+    parts = [kv_class.name, kv_class.layers, kv_class.window, kv_class.dtype, kv_class.shape]
+    if kv_class.summaries:
+        parts.append("summaries")
+    return " ".join(map(str, parts)).encode()
+
+
 def _contexts(
     classes: Sequence[KVClass], spec: ModelSpec, source: WeightSource, tokenizer: Tokenizer, dtype: torch.dtype
 ) -> tuple[KeyContext, ...]:
@@ -175,7 +197,7 @@ def _contexts(
         KeyContext(
             weights=weights,
             tokenizer=tokenizer.version,
-            kv_class=f"{one.name} {one.layers} {one.window} {one.dtype} {one.shape}".encode(),
+            kv_class=_described(one),
             rope=repr(spec.ropes).encode(),
         )
         for one in classes

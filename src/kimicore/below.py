@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from kimicore.contracts import BlockKey, StepCost, StepLimits
 from kimicore.loading import Loader
 from kimicore.moves import Transfer, Transferred
-from kimicore.prefix import KeyChain, first_seen
+from kimicore.prefix import Chains, first_seen
 from kimicore.requests import Request
 from kimicore.roster import Roster
 from kimicore.sinking import Sink, Sinking
@@ -28,7 +28,7 @@ class Below:
         roster.wanted = self._want
 
     def _want(self, request: Request) -> None:
-        self.tiers.want(key for chain in request.chains for key in chain.keys[: request.sealed])
+        self.tiers.want(key for chain in request.chains if chain for key in chain.keys[: request.sealed])
 
     def tend(self, now_s: float, cost: StepCost) -> list[Transfer]:
         """Return the block moves to begin now: up, for requests that wait; to disk, where the host runs short.
@@ -57,13 +57,15 @@ class Below:
             elif one.transfer.source == "device":
                 self._roster.cache_age += 1
 
-    def sink(self, chains: Sequence[KeyChain], tokens: int) -> Sink:
+    def sink(self, chains: Chains, tokens: int) -> Sink:
         """Have those blocks written to disk that a sequence of so many tokens needs to go on, wherever they are now."""
         ledger = self._ledger
         size = ledger.block_tokens
         tokens = tokens // size * size  # whole blocks are found again, and a window is as wide as it is seen from there
         blocks: list[tuple[int, BlockKey]] = []
         for kind, chain in enumerate(chains):
+            if chain is None:
+                continue
             first = first_seen(tokens, ledger.windows[kind], size)
             blocks += [(kind, key) for key in chain.keys[first : tokens // size]]
         return self._sinking.ask(blocks)

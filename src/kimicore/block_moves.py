@@ -80,7 +80,7 @@ class BlockMoves:
     def sink(self, call: SinkCall) -> None:
         """Begin to write a sequence's KV to disk; the caller is told when that is over."""
         try:
-            sink = self._book.sink(call.token_ids, call.prompt_tokens, call.tenant.encode())
+            sink = self._book.sink(call.token_ids, call.prompt_tokens, call.tenant.encode(), call.precision or "full")
         except KimiCoreError as error:
             call.end(0, 0, error)
             return

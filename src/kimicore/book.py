@@ -20,13 +20,13 @@ from kimicore.importance import Importance
 from kimicore.leap import DecodeSteps, Ends, Leap
 from kimicore.ledger import Ledger
 from kimicore.plugins import faults_of, resolve
-from kimicore.prefix import BlockKeys, KeyChain, KeyContext, joined
+from kimicore.prefix import BlockKeys, Chains, KeyChain, KeyContext, joined
 from kimicore.requests import Event, Failed, NewRequest, Request
 from kimicore.roster import Roster
 from kimicore.sinking import Sink
 from kimicore.steps import Steps
 from kimicore.tiers import Tiers
-from kimicore.types import BoundStep, EngineStats, KVClass, StepPlan, StepResult
+from kimicore.types import BoundStep, EngineStats, KVClass, KVPrecision, StepPlan, StepResult
 
 __all__ = ["Book"]
 
@@ -58,9 +58,9 @@ class Book:
         self.ledger = ledger
         self.limits = limits
         self.max_waiting = max_waiting
-        self.capacity_tokens = Capacity(ledger).tokens
-        """Longest request, prompt and output, that the arena holds when it has it alone."""
-        if self.capacity_tokens < 2:
+        self.capacities = {precision: Capacity(ledger, kinds).tokens for precision, kinds in ledger.kinds.items()}
+        """By precision, the longest request, prompt and output, that the arena holds when it has it alone."""
+        if min(self.capacities.values()) < 2:
             raise ConfigError(f"a KV arena of {ledger.bytes_total} bytes does not hold a block of each class; raise it")
         self._keys = keys
         self._contexts = tuple(contexts)
@@ -126,22 +126,28 @@ class Book:
         """Seconds after which a tenth of a full queue should have moved on, by the measured rate of completions."""
         return self._roster.traffic.retry_after_s(max(1, self.max_waiting // 10))
 
-    def fits(self, prompt_tokens: int, limit_tokens: int) -> bool:
-        """Return whether such a request could ever run."""
-        return 0 < prompt_tokens <= limit_tokens <= self.capacity_tokens
+    @property
+    def capacity_tokens(self) -> int:
+        """The longest request of any precision that the arena holds."""
+        return max(self.capacities.values())
 
-    def check_fits(self, prompt_tokens: int, limit_tokens: int) -> None:
+    def fits(self, prompt_tokens: int, limit_tokens: int, precision: KVPrecision = "full") -> bool:
+        """Return whether such a request could ever run."""
+        return 0 < prompt_tokens <= limit_tokens <= self.capacities[precision]
+
+    def check_fits(self, prompt_tokens: int, limit_tokens: int, precision: KVPrecision = "full") -> None:
         """Raise InvalidRequest or PromptTooLong, with the figures, where such a request could never run."""
         if prompt_tokens < 1:
             raise InvalidRequest("the prompt is empty; at least one token is needed")
         if limit_tokens < prompt_tokens:
             raise InvalidRequest(f"limit_tokens={limit_tokens} is under the prompt's {prompt_tokens} tokens")
-        if limit_tokens > self.capacity_tokens:
+        capacity_tokens = self.capacities[precision]
+        if limit_tokens > capacity_tokens:
             raise PromptTooLong(
                 f"the prompt has {prompt_tokens} tokens, {limit_tokens} with its output, and the KV arena holds "
-                f"{self.capacity_tokens}; shorten it, lower max_tokens or raise kv_device_bytes",
+                f"{capacity_tokens}; shorten it, lower max_tokens or raise kv_device_bytes",
                 prompt_tokens=prompt_tokens,
-                limit_tokens=self.capacity_tokens,
+                limit_tokens=capacity_tokens,
             )
 
     def submit(self, new: NewRequest, now_s: float) -> None:
@@ -155,7 +161,7 @@ class Book:
         """
         roster = self._roster
         for new in group:
-            self.check_fits(len(new.prompt), new.limit_tokens)
+            self.check_fits(len(new.prompt), new.limit_tokens, new.kv_precision)
             if new.number in roster.requests:
                 raise ValueError(f"request {new.number} is there already")
         waiting = len(roster.requests) - len(roster.running)
@@ -178,16 +184,22 @@ class Book:
     def _make(self, new: NewRequest) -> Request:
         group = new.number if new.leader is None else new.leader
         salt = joined(new.salt) if new.use_cache else joined(new.salt, b"private", str(group).encode())
-        return Request(new, self._chains(new.prompt, len(new.prompt), salt), group)
+        chains = self._chains(new.prompt, len(new.prompt), salt, new.kv_precision)
+        return Request(new, chains, self.ledger.kinds[new.kv_precision], group)
 
-    def _chains(self, tokens: Sequence[int], prompt_tokens: int, salt: bytes) -> tuple[KeyChain, ...]:
+    def _chains(
+        self, tokens: Sequence[int], prompt_tokens: int, salt: bytes, precision: KVPrecision = "full"
+    ) -> Chains:
         """Return the keys of a sequence's full blocks per class; a dynamic rope depends on the prompt's length."""
         original = self._rope_original_tokens
         rope = None if original is None or prompt_tokens <= original else str(prompt_tokens).encode()
-        chains = self._keys.chains(self._contexts, salt, rope)
+        kinds = [kind for kind in self.ledger.kinds[precision] if not self.ledger.classes[kind].tail]
+        made = self._keys.chains([self._contexts[kind] for kind in kinds], salt, rope)
+        chains: list[KeyChain | None] = [None] * len(self._contexts)
         try:
-            for chain in chains:
+            for kind, chain in zip(kinds, made, strict=True):
                 chain.extend(tokens, len(tokens) // self.ledger.block_tokens)
+                chains[kind] = chain
         except StructError as error:
             raise InvalidRequest(f"the prompt holds something that is no token id: {error}") from error
         return chains
@@ -242,12 +254,12 @@ class Book:
         events, self._roster.events = self._roster.events, []
         return events
 
-    def sink(self, tokens: Sequence[int], prompt_tokens: int, salt: bytes) -> Sink:
+    def sink(self, tokens: Sequence[int], prompt_tokens: int, salt: bytes, precision: KVPrecision = "full") -> Sink:
         """Have the KV of a sequence written to disk from now on, as far as any tier has it.
 
         ``prompt_tokens``: length of the prompt that computed it. Raises InvalidRequest for what are no token ids.
         """
-        chains = self._chains(tokens, prompt_tokens, joined(salt))
+        chains = self._chains(tokens, prompt_tokens, joined(salt), precision)
         if self.below is None:
             return Sink(0, {}, 0, True)
         return self.below.sink(chains, len(tokens))
@@ -269,7 +281,8 @@ class Book:
         slabs = self.ledger.slabs
         kinds = range(len(slabs.per_slab))
         spare = tuple([slabs.spare(kind) for kind in kinds])
-        memory = MemoryView(self.ledger.block_tokens, self.ledger.windows, spare, slabs.per_slab, slabs.usable)
+        ledger = self.ledger
+        memory = MemoryView(ledger.block_tokens, ledger.windows, spare, slabs.per_slab, slabs.usable, ledger.kinds)
         free = tuple([spare[kind] + slabs.usable * slabs.per_slab[kind] for kind in kinds])
         held = HeldBlocks(roster.running, self.ledger)
         return StepView(now_s, running, waiting, self.limits, free, held, memory, roster.solo)

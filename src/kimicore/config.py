@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Self
 
@@ -12,9 +12,11 @@ from attrs import field, fields, frozen
 
 from kimicore.checks import boolean_field, byte_size_field, choice_field, float_field, int_field, name_field, path_field
 from kimicore.errors import ConfigError
+from kimicore.types import KV_PRECISIONS, KVPrecision
 
 __all__ = ["EngineConfig", "check_budgets"]
 
+_DOMAINS: dict[str, KVPrecision] = {"medical": "full", "legal": "full", "finance": "full"}
 _POLICY_KINDS = ("batching", "eviction", "padding")
 
 
@@ -45,6 +47,29 @@ def _policy_settings(value: Any) -> Mapping[str, Mapping[str, Any]]:
     return result
 
 
+def _precision(name: str, value: Any) -> KVPrecision:
+    for one in KV_PRECISIONS:
+        if value == one:
+            return one
+    raise ConfigError(f"{name}={value!r}: must be one of {', '.join(KV_PRECISIONS)}")
+
+
+def _kv_precisions(value: Any) -> tuple[KVPrecision, ...]:
+    """Return names of precisions, or refuse the wrong one."""
+    if isinstance(value, str):
+        value = [one.strip() for one in value.split(",") if one.strip()]
+    if not isinstance(value, Sequence):
+        raise ConfigError(f"kv_precisions={value!r}: must be a list of precisions, such as ['int8']")
+    return tuple([_precision(f"kv_precisions[{at}]", one) for at, one in enumerate(value)])
+
+
+def _kv_domains(value: Any) -> Mapping[str, KVPrecision]:
+    """Return a copy of ``value``, a mapping from domains to precisions, or refuse it by name."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) and key for key in value):
+        raise ConfigError(f"kv_domains={value!r}: must map names of domains to precisions, such as {{'chat': 'int8'}}")
+    return {key: _precision(f"kv_domains[{key!r}]", one) for key, one in value.items()}
+
+
 @frozen(slots=True)
 class EngineConfig:
     """Settings of an :class:`~kimicore.Engine`; each is checked here and refused by name.
@@ -73,6 +98,12 @@ class EngineConfig:
     at a time, and only its owner may read it. ``kv_disk_bytes``: bytes that it may take there (None: 8 GiB, or half of
     what the disk has free where that is less). ``kv_disk_uses``: uses of a block before it is written there; most
     blocks are used once. ``io_threads``: readers of the disk.
+
+    ``kv_precision``: of the KV of requests that say nothing else: "full" (the model's own), "int8" or "int4", which
+    take about half and a third of the memory and change what is generated a little. ``kv_domains``: precisions by a
+    request's domain, added to medical, legal and finance, whose KV is kept in full. ``kv_precisions``: others that
+    requests may ask for. ``sparse_decode``: keep a summary of every block's keys (1/``block_tokens`` more memory), so
+    that requests may ask for sparse decoding.
 
     ``importance``: what an eviction policy that asks for it is told of the attention that blocks get. "off": nothing;
     "table": a value by a block's place in its sequence, from the table that ``kimicore warmup`` writes
@@ -106,6 +137,10 @@ class EngineConfig:
     kv_disk_uses: int = int_field(2, 1, 1 << 30, fault=ConfigError)
     io_threads: int = int_field(2, 1, 64, fault=ConfigError)
     block_tokens: int = int_field(16, 16, 64, fault=ConfigError)
+    kv_precision: KVPrecision = choice_field("full", KV_PRECISIONS, fault=ConfigError)
+    kv_precisions: tuple[KVPrecision, ...] = field(default=(), converter=_kv_precisions)
+    kv_domains: Mapping[str, KVPrecision] = field(default={}, converter=_kv_domains, hash=False)
+    sparse_decode: bool = boolean_field(False, fault=ConfigError)
     prefix_cache: bool = boolean_field(True, fault=ConfigError)
     batching: str = name_field("fcfs", fault=ConfigError)
     eviction: str = name_field("lru", fault=ConfigError)
@@ -131,6 +166,17 @@ class EngineConfig:
                 f"prefix_cache=False: importance={self.importance!r} is of cached prefixes; leave one out"
             )
         check_budgets(self.max_batch_size, self.max_batch_tokens, self.min_batch_size)
+
+    @property
+    def domains(self) -> dict[str, KVPrecision]:
+        """The precision of the KV of requests, by their domain."""
+        return {**_DOMAINS, **self.kv_domains}
+
+    @property
+    def precisions(self) -> tuple[KVPrecision, ...]:
+        """The precisions that requests' KV may have, full first."""
+        named = {"full", self.kv_precision, *self.kv_domains.values(), *self.kv_precisions}
+        return tuple([one for one in KV_PRECISIONS if one in named])
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str]) -> Self:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
-from attrs import frozen
+from attrs import Factory, frozen
 
 from kimicore.moves import BlockMove, Transfer, Transferred
 from kimicore.records import swift
-from kimicore.types import BoundStep, LogitsAt, Shape, StepResult, Tier
+from kimicore.types import BoundStep, KVPrecision, LogitsAt, Shape, StepResult, Tier
 
 __all__ = [
     "Batching",
@@ -54,6 +54,7 @@ class RowView:
     are done: ``scored_tokens``), "none" where nothing is to be generated, and "last" otherwise. ``shared_blocks``, of
     a waiting request: per KV class the blocks that it would share with running ones (empty: none). ``streamed``: its
     tokens are read as they come, so pauses between them are seen. ``tier``: how soon its caller wants its first token.
+    ``kv_precision``: of its KV, which says what classes its blocks are of.
     """
 
     request: int
@@ -72,6 +73,7 @@ class RowView:
     scored_tokens: int = 0
     streamed: bool = True
     tier: Tier = "standard"
+    kv_precision: KVPrecision = "full"
 
 
 @frozen
@@ -91,7 +93,8 @@ class MemoryView:
     that are free or could be emptied of cached blocks, of which any class may take one for ``per_slab`` blocks.
 
     ``windows``: per class its window in tokens, or None. A set of needs fits exactly when, for each class, what exceeds
-    its ``spare`` is rounded up to slabs, and the sum of these is at most ``slabs``.
+    its ``spare`` is rounded up to slabs, and the sum of these is at most ``slabs``. ``kinds``: the classes that a
+    request of each precision uses (all of them where it is not named).
     """
 
     block_tokens: int
@@ -99,6 +102,7 @@ class MemoryView:
     spare: tuple[int, ...]
     per_slab: tuple[int, ...]
     slabs: int
+    kinds: Mapping[KVPrecision, tuple[int, ...]] = Factory(dict)
 
 
 @frozen(eq=False)

@@ -14,10 +14,10 @@ import kimicore.session  # the module, not its names: the two import each other
 from kimicore.config import EngineConfig
 from kimicore.errors import InvalidRequest
 from kimicore.face import Face
-from kimicore.handle import Asked, Handle, Job
+from kimicore.handle import Asked, Handle, Job, KVWish
 from kimicore.sampling_params import SamplingParams
 from kimicore.turns import Turn, Turns
-from kimicore.types import EngineStats, GenerationResult, Retention, StreamChunk, Tier
+from kimicore.types import EngineStats, GenerationResult, KVPrecision, Retention, StreamChunk, Tier
 from kimicore.wake import AsyncWaker
 
 __all__ = ["Engine", "Stream", "finish"]
@@ -97,6 +97,9 @@ class Engine:
         priority: int = 0,
         tier: Tier = "standard",
         retain: Sequence[Retention] = (),
+        domain: str | None = None,
+        kv_precision: KVPrecision | None = None,
+        sparse_decode: float | None = None,
         timeout_s: float | None = None,
         tenant: str = "",
         request_id: str | None = None,
@@ -113,13 +116,18 @@ class Engine:
         cached per tenant; no other tenant's request can hit them. ``parse_special``: special tokens written out in a
         text prompt are parsed; otherwise they stay text.
 
+        ``domain``: the settings' ``kv_domains`` say what precision its KV has; or ``kv_precision``: "full", "int8" or
+        "int4". ``sparse_decode``: generated tokens attend to about this share of the context, the blocks whose keys
+        can matter most, with the first and the last; what they are then depends a little on preemptions as well.
+
         Cancelling the awaiting task raises at once; the request's blocks are free when the running step ends.
         Nothing of a cancelled request can be had. Raises :class:`~kimicore.InvalidRequest` before any work,
         :class:`~kimicore.Overloaded`, :class:`~kimicore.RequestTimeout`, :class:`~kimicore.RequestFailed`,
         :class:`~kimicore.EngineClosed`, :class:`~kimicore.EngineFailed`.
         """
         await self.open()
-        asked = Asked(priority, tier, retain, timeout_s, tenant, request_id)
+        kv = KVWish(domain, kv_precision, sparse_decode)
+        asked = Asked(priority, tier, retain, timeout_s, tenant, request_id, kv=kv)
         job = self._face.job(params, sampling, asked)
         return await finish(self._face, job, await self._ids(prompt, job, parse_special))
 
@@ -133,6 +141,9 @@ class Engine:
         priority: int = 0,
         tier: Tier = "standard",
         retain: Sequence[Retention] = (),
+        domain: str | None = None,
+        kv_precision: KVPrecision | None = None,
+        sparse_decode: float | None = None,
         timeout_s: float | None = None,
         tenant: str = "",
         request_id: str | None = None,
@@ -144,7 +155,8 @@ class Engine:
         Otherwise as :meth:`generate`.
         """
         await self.open()
-        asked = Asked(priority, tier, retain, timeout_s, tenant, request_id)
+        kv = KVWish(domain, kv_precision, sparse_decode)
+        asked = Asked(priority, tier, retain, timeout_s, tenant, request_id, kv=kv)
         job = self._face.job(params, sampling, asked)
         ids = await to_thread.run_sync(
             self._face.chat_ids, messages, template, dict(template_variables or {}), abandon_on_cancel=True
@@ -159,6 +171,9 @@ class Engine:
         priority: int = 0,
         tier: Tier = "standard",
         retain: Sequence[Retention] = (),
+        domain: str | None = None,
+        kv_precision: KVPrecision | None = None,
+        sparse_decode: float | None = None,
         timeout_s: float | None = None,
         tenant: str = "",
         request_id: str | None = None,
@@ -166,7 +181,8 @@ class Engine:
         **sampling: Any,
     ) -> Stream:
         """Return a :class:`Stream` of what :meth:`generate` would return; the arguments are the same."""
-        asked = Asked(priority, tier, retain, timeout_s, tenant, request_id)
+        kv = KVWish(domain, kv_precision, sparse_decode)
+        asked = Asked(priority, tier, retain, timeout_s, tenant, request_id, kv=kv)
         job_of = lambda: self._face.job(params, sampling, asked)  # noqa: E731
         return Stream(self, job_of, lambda job: self._ids(prompt, job, parse_special))
 
@@ -180,13 +196,17 @@ class Engine:
         priority: int = 0,
         tier: Tier = "standard",
         retain: Sequence[Retention] = (),
+        domain: str | None = None,
+        kv_precision: KVPrecision | None = None,
+        sparse_decode: float | None = None,
         timeout_s: float | None = None,
         tenant: str = "",
         request_id: str | None = None,
         **sampling: Any,
     ) -> Stream:
         """Return a :class:`Stream` of what :meth:`chat` would return; the arguments are the same."""
-        asked = Asked(priority, tier, retain, timeout_s, tenant, request_id)
+        kv = KVWish(domain, kv_precision, sparse_decode)
+        asked = Asked(priority, tier, retain, timeout_s, tenant, request_id, kv=kv)
         job_of = lambda: self._face.job(params, sampling, asked)  # noqa: E731
 
         async def ids_of(job: Job) -> Sequence[int]:
@@ -202,6 +222,9 @@ class Engine:
         template: str | None = None,
         template_variables: Mapping[str, Any] | None = None,
         messages: Sequence[Mapping[str, Any]] = (),
+        domain: str | None = None,
+        kv_precision: KVPrecision | None = None,
+        sparse_decode: float | None = None,
         resume: str | PathLike[str] | None = None,
         sink_after_turns: int = 200,
         sink_turns: int = 10,
@@ -209,7 +232,8 @@ class Engine:
         """Return a conversation that keeps its messages, and finds the KV of all its turns again.
 
         ``messages``: what it begins with, a system prompt for example. ``tenant``, ``template`` and
-        ``template_variables``: as for :meth:`chat`, for every turn. ``resume``: a file that
+        ``template_variables``: as for :meth:`chat`, for every turn, and so ``domain``, ``kv_precision`` and
+        ``sparse_decode``. ``resume``: a file that
         :meth:`kimicore.Session.save` wrote, to go on from; what stands in it is not to be given again.
 
         With a ``kv_disk_dir``: while the KV of more than ``sink_after_turns`` turns is not on disk, every turn has the
@@ -225,6 +249,7 @@ class Engine:
             template=template,
             template_variables=template_variables,
             messages=messages,
+            kv=KVWish(domain, kv_precision, sparse_decode),
             resume=resume,
             sink_after_turns=sink_after_turns,
             sink_turns=sink_turns,

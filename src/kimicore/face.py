@@ -16,7 +16,7 @@ from kimicore.checks import integer, number
 from kimicore.config import EngineConfig
 from kimicore.errors import ConfigError, EngineClosed, ForkedProcess, InvalidRequest, ModelLoadError, PromptTooLong
 from kimicore.handle import Asked, Handle, Job, Piece
-from kimicore.intake import check_params
+from kimicore.intake import check_params, resolve_kv
 from kimicore.sampling_params import SamplingParams
 from kimicore.types import (
     TIERS,
@@ -166,7 +166,10 @@ class Face:
         retain = (asked.retain,) if isinstance(asked.retain, Retention) else asked.retain
         if not isinstance(retain, Sequence) or not all(isinstance(one, Retention) for one in retain):
             raise InvalidRequest(f"retain={retain!r}: must be a list of kimicore.Retention")
-        checked = Asked(priority, asked.tier, tuple(retain), timeout_s, tenant, asked.request_id or None, asked.keep)
+        kv = resolve_kv(asked.kv, self.config)
+        checked = Asked(
+            priority, asked.tier, tuple(retain), timeout_s, tenant, asked.request_id or None, asked.keep, kv
+        )
         return Job(chosen, checked, loop.clock())
 
     def encode(self, text: str, parse_special: bool) -> Sequence[int]:
@@ -208,8 +211,9 @@ class Face:
         if not ids:
             raise InvalidRequest("prompt: it has no tokens, and this model begins with none; give at least one")
         loop = self.loop
-        if len(ids) > loop.limit_tokens:
-            raise too_long(len(ids), loop.limit_tokens)
+        limit_tokens = min(loop.limit_tokens, loop._book.capacities[job.precision] - 1)
+        if len(ids) > limit_tokens:
+            raise too_long(len(ids), limit_tokens)
         seed = job.params.seed if job.params.seed is not None else secrets.randbits(64)
         return loop.submit(job, ids, seed, waker, wake_each=wake_each, kept=kept)
 

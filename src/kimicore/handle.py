@@ -12,10 +12,19 @@ from collections.abc import Sequence
 from attrs import define, field, frozen
 
 from kimicore.sampling_params import SamplingParams
-from kimicore.types import FinishReason, Retention, Tier, Timing, TokenScores, Usage
+from kimicore.types import FinishReason, KVPrecision, Retention, Tier, Timing, TokenScores, Usage
 from kimicore.wake import Waker
 
-__all__ = ["Asked", "Handle", "Job", "Piece", "SinkCall"]
+__all__ = ["Asked", "Handle", "Job", "KVWish", "Piece", "SinkCall"]
+
+
+@frozen
+class KVWish:
+    """What a caller says of a request's KV: its domain or its precision, and which share of its blocks is read."""
+
+    domain: str | None = None
+    precision: KVPrecision | None = None
+    share: float | None = None
 
 
 @frozen
@@ -29,6 +38,7 @@ class Asked:
     tenant: str
     request_id: str | None
     keep: bool = False
+    kv: KVWish = KVWish()
 
 
 @define(eq=False)
@@ -38,6 +48,7 @@ class SinkCall:
     token_ids: Sequence[int]
     prompt_tokens: int
     tenant: str
+    precision: KVPrecision | None
     waker: Waker
     blocks: int = 0
     stored: int = 0
@@ -58,6 +69,11 @@ class Job:
     params: SamplingParams
     asked: Asked
     submitted_s: float
+
+    @property
+    def precision(self) -> KVPrecision:
+        """Of its KV."""
+        return self.asked.kv.precision or "full"
 
 
 @define

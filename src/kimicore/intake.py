@@ -6,14 +6,17 @@ from collections.abc import Sequence
 
 from attrs import evolve
 
+from kimicore.checks import number
+from kimicore.config import EngineConfig
 from kimicore.errors import ConfigError, InvalidRequest
-from kimicore.handle import Job
+from kimicore.handle import Job, KVWish
 from kimicore.requests import NewRequest
 from kimicore.sampling_params import SamplingParams
 from kimicore.text.judge import TextJudge, resolve_stops
 from kimicore.text.tokenizer import Tokenizer
+from kimicore.types import KV_PRECISIONS, KVPrecision
 
-__all__ = ["check_params", "context_limit", "make_group"]
+__all__ = ["check_params", "context_limit", "make_group", "resolve_kv"]
 
 
 def context_limit(wanted: int | None, model: int, arena: int) -> int:
@@ -28,6 +31,41 @@ def context_limit(wanted: int | None, model: int, arena: int) -> int:
     if wanted > arena:
         raise ConfigError(f"context_tokens={wanted}: the KV arena holds {arena}; raise kv_device_bytes, or lower it")
     return wanted
+
+
+def resolve_kv(wish: KVWish, config: EngineConfig) -> KVWish:
+    """Return the wish with the precision that serves it, and no domain any more.
+
+    Raises :class:`~kimicore.InvalidRequest` that names the value for what cannot be had.
+    """
+    domains = config.domains
+    if wish.domain is not None and (not isinstance(wish.domain, str) or wish.domain not in domains):
+        raise InvalidRequest(f"domain={wish.domain!r}: must be one of {', '.join(domains)}; add others with kv_domains")
+    if wish.precision is not None and wish.precision not in KV_PRECISIONS:
+        raise InvalidRequest(f"kv_precision={wish.precision!r}: must be one of {', '.join(KV_PRECISIONS)}")
+    meant = None if wish.domain is None else domains[wish.domain]
+    if meant is not None and wish.precision not in (None, meant):
+        raise InvalidRequest(
+            f"kv_precision={wish.precision!r}: domain={wish.domain!r} stands for {meant!r}; leave one of them out"
+        )
+    precision = meant or wish.precision or config.kv_precision
+    if precision not in config.precisions:
+        held = ", ".join(config.precisions)
+        raise InvalidRequest(f"kv_precision={precision!r}: this engine holds {held}; name it in kv_precisions")
+    return KVWish(None, precision, _share(wish.share, precision, config))
+
+
+def _share(wanted: float | None, precision: KVPrecision, config: EngineConfig) -> float | None:
+    if wanted is None:
+        return None
+    share = number("sparse_decode", wanted, 0.0, 1.0, InvalidRequest)
+    if not share:
+        raise InvalidRequest("sparse_decode=0: must be a share over 0, such as 0.25")
+    if not config.sparse_decode:
+        raise InvalidRequest(f"sparse_decode={share}: this engine keeps no summaries; set sparse_decode=True for it")
+    if precision != "full":
+        raise InvalidRequest(f"sparse_decode={share}: it needs KV of full precision, and this request's is {precision}")
+    return None if share == 1.0 else share
 
 
 def check_params(params: SamplingParams, tokenizer: Tokenizer) -> None:
@@ -79,6 +117,8 @@ def make_group(
             tier=asked.tier,
             retain=tuple(asked.retain),
             keep=asked.keep,
+            kv_precision=job.precision,
+            share=asked.kv.share,
         )
         for choice, number in enumerate(numbers)
     ]

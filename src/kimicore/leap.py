@@ -109,7 +109,7 @@ class Leap:
 
     def _fit_shape(self) -> None:
         """Ask for the shape where the rows or the longest table have changed."""
-        size = (len(self._rows), max([len(row.tables[0]) for row in self._rows], default=0))
+        size = (len(self._rows), max([len(row.table) for row in self._rows], default=0))
         if size != self._sized:
             self._sized = size
             self._shape = self._steps.shape(*size)
@@ -134,7 +134,7 @@ class Leap:
     def _unbind(self) -> None:
         """Take back the blocks of a step that is not done after all: a plan takes a row's next block to be missing."""
         for row in reversed(self._given):
-            self._ledger.release(0, [row.tables[0].pop()], drop=True)
+            self._ledger.release(0, [row.table.pop()], drop=True)
 
     def _next_stop(self, most_ends: int) -> tuple[int, bool]:
         """Return the step after which something happens, or the one before where too many requests finish then."""

@@ -4,35 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from attrs import define, frozen
-
+from kimicore.block_records import BlockCounts, Pin, kinds_of
 from kimicore.blocks import FILLING, FREE, SEALED, Blocks
 from kimicore.contracts import BlockKey, Eviction
 from kimicore.guard import PolicyFaults
 from kimicore.plugins import started
-from kimicore.prefix import KeyChain, PrefixIndex, first_seen, longest_hit
+from kimicore.prefix import Chains, KeyChain, PrefixIndex, first_seen, longest_hit
 from kimicore.slabs import Slabs
 from kimicore.types import KVClass
 
 __all__ = ["FILLING", "FREE", "SEALED", "BlockCounts", "Ledger", "Pin"]
-
-
-@frozen
-class BlockCounts:
-    """Blocks in the units of :class:`~kimicore.EngineStats`: ``used + cached + free == total``."""
-
-    used: int
-    cached: int
-    free: int
-    total: int
-
-
-@define(eq=False)
-class Pin:
-    """A block that is kept while its bytes move, and those before it: its ``slots``, last first."""
-
-    kind: int
-    slots: list[int]
 
 
 class Ledger:
@@ -61,6 +42,7 @@ class Ledger:
     ) -> None:
         self.classes = tuple(classes)
         self.windows = tuple(one.window for one in self.classes)
+        self.kinds = kinds_of(self.classes)
         self.block_tokens = block_tokens
         self.slabs = Slabs([one.block_bytes for one in self.classes], slab_bytes, slabs)
         self.bytes_total = slab_bytes * slabs
@@ -77,14 +59,17 @@ class Ledger:
 
     # ------------------------------------------------------------ finding and holding
 
-    def hit(self, chains: Sequence[KeyChain], blocks: int) -> int:
+    def hit(self, chains: Chains, blocks: int) -> int:
         """Return how many of the first ``blocks`` blocks every class can give a sequence with these keys."""
         return longest_hit(self._indexes, self.windows, chains, self.block_tokens, blocks)
 
-    def shared(self, chains: Sequence[KeyChain], blocks: int) -> tuple[int, ...]:
+    def shared(self, chains: Chains, blocks: int) -> tuple[int, ...]:
         """Return per class how many blocks of a hit of ``blocks`` blocks are held by others now."""
         counts = []
         for kind, (own, chain) in enumerate(zip(self._blocks, chains, strict=True)):
+            if chain is None:
+                counts.append(0)
+                continue
             first = first_seen(blocks * self.block_tokens, self.windows[kind], self.block_tokens)
             if self.windows[kind] is None:  # holders hold a sequence from its start, so held ones come first
                 low, high = 0, blocks
@@ -99,10 +84,13 @@ class Ledger:
                 counts.append(sum(1 for key in chain.keys[first:blocks] if own.refs[own.index.slots[key]]))
         return tuple(counts)
 
-    def acquire(self, chains: Sequence[KeyChain], blocks: int) -> list[list[int]]:
+    def acquire(self, chains: Chains, blocks: int) -> list[list[int]]:
         """Hold a hit of ``blocks`` blocks and return the block tables; blocks that no later query sees are 0."""
-        tables = []
+        tables: list[list[int]] = []
         for kind, (own, chain) in enumerate(zip(self._blocks, chains, strict=True)):
+            if chain is None:
+                tables.append([])
+                continue
             first = first_seen(blocks * self.block_tokens, self.windows[kind], self.block_tokens)
             table = [0] * first
             for key in chain.keys[first:blocks]:

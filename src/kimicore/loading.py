@@ -14,7 +14,7 @@ from attrs import Factory, define, frozen
 from kimicore.contracts import StepCost, StepLimits
 from kimicore.ledger import Pin
 from kimicore.moves import BlockMove, TierName, Transfer, Transferred
-from kimicore.prefix import KeyChain, first_seen
+from kimicore.prefix import Chains, first_seen
 from kimicore.requests import Request
 from kimicore.roster import Roster
 from kimicore.tiers import READ_BATCH, Tiers
@@ -34,7 +34,7 @@ class Loading:
     """Blocks on their way up for a request (None: it went on without them). ``blocks``: per class (place, slot)."""
 
     request: Request | None
-    chains: Sequence[KeyChain]
+    chains: Chains
     blocks: list[list[tuple[int, int]]]
     pins: list[Pin]
     deadline_s: float
@@ -132,10 +132,13 @@ class Loader:
                 best, best_s, expected_s = want, total_s, load_s
         return best, expected_s
 
-    def _want(self, chains: Sequence[KeyChain], reach: int) -> _Want:
+    def _want(self, chains: Chains, reach: int) -> _Want:
         ledger, tiers = self._ledger, self._tiers
         missing: list[tuple[tuple[int, TierName], ...]] = []
         for kind, chain in enumerate(chains):
+            if chain is None:
+                missing.append(())
+                continue
             slots = ledger.index(kind).slots
             first = first_seen(reach * ledger.block_tokens, ledger.windows[kind], ledger.block_tokens)
             own: list[tuple[int, TierName]] = []
@@ -165,7 +168,8 @@ class Loader:
         margin = company + 1 if company else 0  # the next block of each, as who is admitted has to leave
         needs = [len(own) for own in want.missing]
         slots: list[list[int]] | None = None
-        if ledger.fits([need + margin for need in needs]) and self._modest(needs):
+        spare = [margin if kind in request.kinds else 0 for kind in range(len(needs))]
+        if ledger.fits([need + more for need, more in zip(needs, spare, strict=True)]) and self._modest(needs):
             slots = self._allocate(needs)
         if slots is None:
             self._roomless.setdefault(request.number, now_s)
@@ -198,11 +202,13 @@ class Loader:
         units = sum([(need + more) * unit for need, more, unit in zip(needs, coming, slabs.units, strict=True)])
         return 2 * units <= slabs.units_total
 
-    def _pins(self, chains: Sequence[KeyChain], want: _Want) -> list[Pin]:
+    def _pins(self, chains: Chains, want: _Want) -> list[Pin]:
         """Keep the blocks of the hit that are on the device; a block keeps those before it."""
         ledger = self._ledger
         pins: list[Pin] = []
         for kind, chain in enumerate(chains):
+            if chain is None:
+                continue
             slots = ledger.index(kind).slots
             window = ledger.windows[kind]
             first = first_seen(want.reach * ledger.block_tokens, window, ledger.block_tokens)
@@ -211,12 +217,13 @@ class Loader:
             pins += [ledger.pin(kind, slots[chain.keys[at]]) for at in (here[-1:] if window is None else here)]
         return pins
 
-    def _host_slots(self, chains: Sequence[KeyChain], want: _Want) -> list[list[int]]:
+    def _host_slots(self, chains: Chains, want: _Want) -> list[list[int]]:
         """Pin the blocks of a load that lie in the host, until they are read, and return their slots per class."""
         host = self._tiers.host
         found: list[list[int]] = []
-        for kind, own in enumerate(want.missing):
-            slots = [host.slots[kind][chains[kind].keys[at]] for at, tier in own if tier == "host"]
+        for kind, (own, chain) in enumerate(zip(want.missing, chains, strict=True)):
+            keys = () if chain is None else chain.keys
+            slots = [host.slots[kind][keys[at]] for at, tier in own if tier == "host"]
             for slot in slots:
                 host.pin(kind, slot)
             found.append(slots)
@@ -242,6 +249,8 @@ class Loader:
         for tier, batch in (("host", 1 << 30), ("disk", READ_BATCH)):
             moves: list[BlockMove] = []
             for kind, chain in enumerate(loading.chains):
+                if chain is None:
+                    continue
                 for (at, source), (_, slot) in zip(want.missing[kind], loading.blocks[kind], strict=True):
                     if source != tier:
                         continue
@@ -275,10 +284,11 @@ class Loader:
         for kind, blocks in enumerate(loading.blocks):
             good: list[int] = []
             bad: list[int] = []
+            chain = loading.chains[kind]
             for at, slot in blocks:
                 whole = (kind, slot) in loading.arrived and not (bad and ledger.windows[kind] is None)
-                if whole:
-                    ledger.seal(kind, slot, loading.chains[kind], at)
+                if chain is not None and whole:
+                    ledger.seal(kind, slot, chain, at)
                 (good if whole else bad).append(slot)
             ledger.release(kind, bad[::-1], drop=True)
             arrived.append(good)

@@ -138,7 +138,7 @@ class EngineLoop:
         The handle is in ``kept`` before it is queued: an interrupt of the caller leaves no request behind.
         """
         params = job.params
-        room = self.context_tokens - len(ids)
+        room = min(self.context_tokens, self._book.capacities[job.precision]) - len(ids)
         output = room if params.max_tokens is None else min(params.max_tokens, room)
         with self._wakeup:
             self._check_alive()

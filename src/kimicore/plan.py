@@ -140,8 +140,8 @@ class _Draft:
             if self.tokens >= self.limits.max_batch_tokens:
                 break
             if row.computed_tokens % size == 0:
-                needs = [1] * len(room.windows)
-                served = room.take(needs) or self._make_way(row, needs)
+                needs = room.growth(row, row.computed_tokens, row.known_tokens)
+                served = room.take(row, needs) or self._make_way(row, needs)
                 if not served and number != self.ranked[0].request:
                     continue  # it keeps its blocks and waits for those of the others
             counts[number] = 1
@@ -150,19 +150,19 @@ class _Draft:
     def _make_way(self, row: RowView, needs: Sequence[int]) -> bool:
         """Let the lowest-ranked rows give way until ``needs`` fit; nobody does where that would not be enough."""
         below = self.ranked[self.ranked.index(row) + 1 :]
-        return self._preempt_from([one for one in below if one.request in self.running], needs, 0)
+        return self._preempt_from(row, [one for one in below if one.request in self.running], needs, 0)
 
-    def _preempt_from(self, rows: Sequence[RowView], needs: Sequence[int], margin: int) -> bool:
+    def _preempt_from(self, row: RowView, rows: Sequence[RowView], needs: Sequence[int], margin: int) -> bool:
         held = self.view.held_blocks
         if held is None:
             return False
         room = self.room
         before, slabs = list(room.spare), room.slabs
         gone: list[RowView] = []
-        for row in reversed(rows):
-            gone.append(row)
-            room.give(held[row.request])
-            if room.take(needs, margin):
+        for other in reversed(rows):
+            gone.append(other)
+            room.give(held[other.request])
+            if room.take(row, needs, margin):
                 for one in gone:
                     self._drop(one)
                 return True
@@ -198,7 +198,7 @@ class _Draft:
         """Return the rows that could take prompt tokens, by rank."""
         for row in self.ranked:
             prompt = row.known_tokens - row.computed_tokens > 1 and row.request in self.running
-            if prompt and not self.room.take(self.room.growth(row.computed_tokens, row.known_tokens)):
+            if prompt and not self.room.take(row, self.room.growth(row, row.computed_tokens, row.known_tokens)):
                 self.unsure.add(row.request)
         found: list[RowView] = []
         budget = self.limits.max_batch_tokens - self.tokens
@@ -251,7 +251,7 @@ class _Draft:
         margin = company + 1 if company and self.view.solo is None else 0  # the next block of each, its own too
         alone = not company and self.view.memory is not None
         needs = self.room.whole(row, row.known_tokens)
-        if slots and self.room.take(needs, margin):
+        if slots and self.room.take(row, needs, margin):
             return True
         if alone:  # its chunk shrinks to what the windows leave
             self.unsure.add(row.request)
@@ -271,21 +271,21 @@ class _Draft:
         if not below:
             return False
         if slots:
-            return self._preempt_from(below, needs, margin)
-        if self.room.take(needs, margin):
+            return self._preempt_from(row, below, needs, margin)
+        if self.room.take(row, needs, margin):
             self._drop(below[-1])
             return True
-        return self._preempt_from(below, needs, margin)
+        return self._preempt_from(row, below, needs, margin)
 
     def _fitted(self, row: RowView, count: int) -> int:
         """Return the most tokens of ``count`` whose blocks are there, taking them; a running row may claim others'."""
         room, start = self.room, row.computed_tokens
         while count > 0:
             if row.request in self.running:
-                needs = room.growth(start, start + count)
-                if room.take(needs) or self._make_way(row, needs):
+                needs = room.growth(row, start, start + count)
+                if room.take(row, needs) or self._make_way(row, needs):
                     return count
-            elif room.take(room.whole(row, start + count)):
+            elif room.take(row, room.whole(row, start + count)):
                 return count
             whole = (start + count - 1) // room.size * room.size - start  # up to the last edge of a block before
             count = whole if whole > 0 else count - 1

@@ -16,7 +16,17 @@ from attrs import evolve, fields, frozen
 
 from kimicore.contracts import BlockKey
 
-__all__ = ["BlockKeys", "KeyChain", "KeyContext", "KeyIndex", "PrefixIndex", "first_seen", "joined", "longest_hit"]
+__all__ = [
+    "BlockKeys",
+    "Chains",
+    "KeyChain",
+    "KeyContext",
+    "KeyIndex",
+    "PrefixIndex",
+    "first_seen",
+    "joined",
+    "longest_hit",
+]
 
 KEY_BYTES = 16
 
@@ -101,6 +111,10 @@ class KeyChain:
         return keys
 
 
+Chains = Sequence[KeyChain | None]
+"""A sequence's keys per KV class; None where it has no blocks that others could find."""
+
+
 class PrefixIndex:
     """Which slot of one KV class holds which content; only full blocks are ever in it."""
 
@@ -146,24 +160,24 @@ def first_seen(position: int, window: int | None, block_tokens: int) -> int:
 def longest_hit(
     indexes: Sequence[KeyIndex],
     windows: Sequence[int | None],
-    chains: Sequence[KeyChain],
+    chains: Chains,
     block_tokens: int,
     blocks: int,
 ) -> int:
     """Return the most blocks (at most ``blocks``) after which a sequence can go on in every class at once.
 
-    A class without a window needs all of them; one with a window those that the next query sees. The
-    chains must have that many keys.
+    A class without a window needs all of them; one with a window those that the next query sees; one without a chain
+    none. The chains must have that many keys.
     """
     count = blocks
     for index, window, chain in zip(indexes, windows, chains, strict=True):
-        if window is None:
+        if window is None and chain is not None:
             count = index.run(chain.keys, count)
     settled = False
     while not settled:
         settled = True
         for index, window, chain in zip(indexes, windows, chains, strict=True):
-            if window is None:
+            if window is None or chain is None:
                 continue
             at = count - 1
             while at >= first_seen(count * block_tokens, window, block_tokens):

@@ -8,10 +8,10 @@ from typing import Any, Literal
 from attrs import frozen
 
 from kimicore.contracts import Judge, RowView
-from kimicore.prefix import KeyChain
+from kimicore.prefix import Chains
 from kimicore.records import swift
 from kimicore.sampling_params import SamplingParams
-from kimicore.types import FinishReason, LogitsAt, Retention, Tier, TokenScores
+from kimicore.types import FinishReason, KVPrecision, LogitsAt, Retention, Tier, TokenScores
 
 __all__ = ["Event", "Failed", "Finished", "NewRequest", "Preempted", "Request", "Tokens"]
 
@@ -27,7 +27,8 @@ class NewRequest:
     tokens that end it (the model's end tokens unless ignored, and stop ids). ``banned_until_min``: tokens that cannot
     be drawn before ``params.min_tokens`` are there. ``streamed``: somebody reads its tokens as they come. ``tier``: how
     soon its caller wants the first. ``retain``: parts of its prompt to keep cached. ``keep``: its blocks are to reach
-    the disk when they leave, though they were used once.
+    the disk when they leave, though they were used once. ``kv_precision``: of its KV. ``share``: of its blocks that a
+    generated token attends to (None: all).
     """
 
     number: int
@@ -50,6 +51,8 @@ class NewRequest:
     tier: Tier = "standard"
     retain: tuple[Retention, ...] = ()
     keep: bool = False
+    kv_precision: KVPrecision = "full"
+    share: float | None = None
 
 
 @swift
@@ -106,7 +109,8 @@ Event = Tokens | Finished | Failed | Preempted
 class Request:
     """A living request: ``cached <= computed <= known <= known + pending <= limit``, in tokens.
 
-    ``tables``: per KV class the slots of its blocks; entries before ``live[c]`` have left the window and are 0.
+    ``tables``: per KV class the slots of its blocks; entries before ``live[c]`` have left the window and are 0. Only
+    classes of its precision, ``kinds``, have any.
     """
 
     __slots__ = (
@@ -123,6 +127,7 @@ class Request:
         "group",
         "held_by",
         "in_flight",
+        "kinds",
         "known",
         "limit",
         "live",
@@ -146,10 +151,11 @@ class Request:
         "tries",
     )
 
-    def __init__(self, new: NewRequest, chains: tuple[KeyChain, ...], group: int) -> None:
+    def __init__(self, new: NewRequest, chains: Chains, kinds: tuple[int, ...], group: int) -> None:
         self.new = new
         self.number = new.number
         self.chains = chains
+        self.kinds = kinds
         self.group = group
         self.held_by: int | None = None
         self.known: list[int] = list(new.prompt)
@@ -180,6 +186,11 @@ class Request:
         self.attention: list[Any] | None = None  # per KV class what its blocks get; None: nobody is told
 
     @property
+    def table(self) -> list[int]:
+        """Its table in the first of its classes, which is as long as those of the others."""
+        return self.tables[self.kinds[0]]
+
+    @property
     def logits_at(self) -> LogitsAt:
         """What its steps have to score."""
         if self.scored < self.prompt_tokens - 1:
@@ -208,5 +219,6 @@ class Request:
                 self.scored,
                 new.streamed,
                 new.tier,
+                new.kv_precision,
             )
         return row

@@ -48,7 +48,7 @@ class Roster:
         """Take a new request: it waits, or waits for its leader, or ends where nothing is to be computed."""
         self.requests[request.number] = request
         self.groups[request.group] += 1
-        if self.importance is not None and request.new.use_cache:
+        if self.importance is not None and request.new.use_cache and request.new.kv_precision == "full":
             request.attention = [None] * len(request.tables)
         if request.logits_at == "none":
             self.finish(request, "length", None, now_s)
@@ -152,8 +152,8 @@ class Roster:
             self._keep(request)
         if request.new.keep and self.wanted is not None:
             self.wanted(request)
-        for kind, table in enumerate(request.tables):
-            live = request.live[kind]
+        for kind in request.kinds:
+            table, live = request.tables[kind], request.live[kind]
             cut = len(table) if keep is None else max(live, min(keep, len(table)))
             self.ledger.release(kind, table[cut:][::-1], drop=True)
             self.ledger.release(kind, table[live:cut][::-1])
@@ -186,7 +186,8 @@ class Roster:
             most = min(most, request.scored)
         blocks = most // self.ledger.block_tokens
         for chain in request.chains:
-            chain.extend(request.known, blocks)
+            if chain is not None:
+                chain.extend(request.known, blocks)
         return blocks
 
     def take_hit(self, request: Request) -> None:
@@ -201,7 +202,10 @@ class Roster:
         size = self.ledger.block_tokens
         blocks = self.hit(request)
         request.tables = self.ledger.acquire(request.chains, blocks)
-        request.live = [first_seen(blocks * size, window, size) for window in self.ledger.windows]
+        for kind in request.kinds:
+            if request.chains[kind] is None:  # what is being filled is never shared
+                request.tables[kind] = [0] * blocks
+            request.live[kind] = first_seen(blocks * size, self.ledger.windows[kind], size)
         request.sealed = blocks
         request.cached = blocks * size
         self.holders[request.number] = request
@@ -224,13 +228,14 @@ class Roster:
         return True
 
     def _allocate(self, request: Request, count: int) -> bool:
-        more = -(-(request.computed + count) // self.ledger.block_tokens) - len(request.tables[0])
+        more = -(-(request.computed + count) // self.ledger.block_tokens) - len(request.table)
         if more <= 0:
             return True
-        for kind, table in enumerate(request.tables):
+        for at, kind in enumerate(request.kinds):
+            table = request.tables[kind]
             slots = self.ledger.allocate(kind, more)
             if slots is None:
-                for other in range(kind):
+                for other in request.kinds[:at]:
                     own = request.tables[other]
                     self.ledger.release(other, own[-more:][::-1])
                     del own[-more:]
@@ -245,15 +250,21 @@ class Roster:
         full = request.computed // ledger.block_tokens
         if full == request.sealed:
             return
+        named = full  # what is computed from a part of the context is for nobody else
+        if request.new.share is not None:
+            named = min(full, request.prompt_tokens // ledger.block_tokens)
         for kind, chain in enumerate(request.chains):
+            if chain is None:
+                continue
             chain.extend(request.known, full)
             table = request.tables[kind]
-            for at in range(request.sealed, full):
+            for at in range(request.sealed, named):
                 ledger.seal(kind, table[at], chain, at)
         request.sealed = full
         self.cache_age += 1
         drop = not request.new.use_cache or self.solo == request.number
-        for kind, window in enumerate(ledger.windows):
+        for kind in request.kinds:
+            window = ledger.windows[kind]
             if window is None:
                 continue
             table, live = request.tables[kind], request.live[kind]
@@ -342,7 +353,7 @@ class Roster:
             assert known <= request.limit
             if request.state == "running":
                 assert request.cached <= request.computed
-                assert all(len(table) * size >= request.computed for table in request.tables)
+                assert all(len(request.tables[kind]) * size >= request.computed for kind in request.kinds)
             else:
                 assert not request.in_flight
                 assert not request.computed
@@ -350,6 +361,7 @@ class Roster:
             assert request.sealed == (request.cached if number in self.holders else request.computed) // size
             for kind, table in enumerate(request.tables):
                 live = request.live[kind]
+                assert kind in request.kinds or not table
                 assert not any(table[:live])
                 assert all(table[live:])
                 assert len(set(table[live:])) == len(table) - live

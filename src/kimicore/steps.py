@@ -78,7 +78,7 @@ class Steps:
             if count <= 0:
                 continue
             end = request.computed + count + len(row.drafts)
-            if end <= len(request.tables[0]) * size or self._grow(request, count, row, plan, done):
+            if end <= len(request.table) * size or self._grow(request, count, row, plan, done):
                 if number in admitted:
                     roster.admit(request, now_s)
                 done.add(number)
@@ -106,7 +106,7 @@ class Steps:
     def _begin(self, rows: list[BoundRow], plan: StepPlan) -> BoundStep:
         roster = self._roster
         shape = plan.shape
-        blocks = max([len(row.tables[0]) for row in rows], default=0)
+        blocks = max([max(map(len, row.tables)) for row in rows], default=0)
         if blocks > shape.blocks:
             shape = evolve(shape, blocks=blocks)
         number, importance = roster.counts["steps"], roster.importance
@@ -208,6 +208,8 @@ def _bound_row(request: Request, row: RowPlan, count: int) -> BoundRow:
         new.choice,
         request.banned,
         request.rope_tokens,
+        new.kv_precision,
+        new.share,
     )
 
 

@@ -12,10 +12,10 @@ import kimicore.sync_session  # the module, not its names: the two import each o
 from kimicore.config import EngineConfig
 from kimicore.errors import InvalidRequest
 from kimicore.face import Face
-from kimicore.handle import Asked, Handle, Job
+from kimicore.handle import Asked, Handle, Job, KVWish
 from kimicore.sampling_params import SamplingParams
 from kimicore.turns import Turn, Turns
-from kimicore.types import EngineStats, GenerationResult, Retention, StreamChunk, Tier
+from kimicore.types import EngineStats, GenerationResult, KVPrecision, Retention, StreamChunk, Tier
 from kimicore.wake import ThreadWaker
 
 __all__ = ["SyncEngine", "SyncStream", "finish"]
@@ -79,6 +79,9 @@ class SyncEngine:
         priority: int = 0,
         tier: Tier = "standard",
         retain: Sequence[Retention] = (),
+        domain: str | None = None,
+        kv_precision: KVPrecision | None = None,
+        sparse_decode: float | None = None,
         timeout_s: float | None = None,
         tenant: str = "",
         request_id: str | None = None,
@@ -87,7 +90,8 @@ class SyncEngine:
     ) -> GenerationResult:
         """Generate a continuation of ``prompt`` and return it whole; see :meth:`kimicore.Engine.generate`."""
         self.open()
-        asked = Asked(priority, tier, retain, timeout_s, tenant, request_id)
+        kv = KVWish(domain, kv_precision, sparse_decode)
+        asked = Asked(priority, tier, retain, timeout_s, tenant, request_id, kv=kv)
         job = self._face.job(params, sampling, asked)
         return finish(self._face, job, self._ids(prompt, parse_special))
 
@@ -99,6 +103,9 @@ class SyncEngine:
         priority: int = 0,
         tier: Tier = "standard",
         retain: Sequence[Retention] = (),
+        domain: str | None = None,
+        kv_precision: KVPrecision | None = None,
+        sparse_decode: float | None = None,
         timeout_s: float | None = None,
         tenant: str = "",
         parse_special: bool = False,
@@ -112,7 +119,8 @@ class SyncEngine:
             raise InvalidRequest(f"prompts: must be a list of prompts, not {type(prompts).__name__}")
         prompts = list(prompts)
         self.open()
-        asked = Asked(priority, tier, retain, timeout_s, tenant, None)
+        kv = KVWish(domain, kv_precision, sparse_decode)
+        asked = Asked(priority, tier, retain, timeout_s, tenant, None, kv=kv)
         jobs = [self._face.job(params, sampling, asked) for _ in prompts]
         all_ids = [self._ids(prompt, parse_special) for prompt in prompts]
         waker = ThreadWaker()
@@ -139,6 +147,9 @@ class SyncEngine:
         priority: int = 0,
         tier: Tier = "standard",
         retain: Sequence[Retention] = (),
+        domain: str | None = None,
+        kv_precision: KVPrecision | None = None,
+        sparse_decode: float | None = None,
         timeout_s: float | None = None,
         tenant: str = "",
         request_id: str | None = None,
@@ -146,7 +157,8 @@ class SyncEngine:
     ) -> GenerationResult:
         """Answer ``messages`` through the model's chat template; see :meth:`kimicore.Engine.chat`."""
         self.open()
-        asked = Asked(priority, tier, retain, timeout_s, tenant, request_id)
+        kv = KVWish(domain, kv_precision, sparse_decode)
+        asked = Asked(priority, tier, retain, timeout_s, tenant, request_id, kv=kv)
         job = self._face.job(params, sampling, asked)
         return finish(self._face, job, self._face.chat_ids(messages, template, dict(template_variables or {})))
 
@@ -158,6 +170,9 @@ class SyncEngine:
         priority: int = 0,
         tier: Tier = "standard",
         retain: Sequence[Retention] = (),
+        domain: str | None = None,
+        kv_precision: KVPrecision | None = None,
+        sparse_decode: float | None = None,
         timeout_s: float | None = None,
         tenant: str = "",
         request_id: str | None = None,
@@ -166,7 +181,8 @@ class SyncEngine:
     ) -> SyncStream:
         """Return an iterator of chunks of what :meth:`generate` would return; leaving it cancels the rest."""
         self.open()
-        asked = Asked(priority, tier, retain, timeout_s, tenant, request_id)
+        kv = KVWish(domain, kv_precision, sparse_decode)
+        asked = Asked(priority, tier, retain, timeout_s, tenant, request_id, kv=kv)
         job = self._face.job(params, sampling, asked)
         return SyncStream(self._face, job, self._ids(prompt, parse_special))
 
@@ -180,6 +196,9 @@ class SyncEngine:
         priority: int = 0,
         tier: Tier = "standard",
         retain: Sequence[Retention] = (),
+        domain: str | None = None,
+        kv_precision: KVPrecision | None = None,
+        sparse_decode: float | None = None,
         timeout_s: float | None = None,
         tenant: str = "",
         request_id: str | None = None,
@@ -187,7 +206,8 @@ class SyncEngine:
     ) -> SyncStream:
         """Return an iterator of chunks of what :meth:`chat` would return."""
         self.open()
-        asked = Asked(priority, tier, retain, timeout_s, tenant, request_id)
+        kv = KVWish(domain, kv_precision, sparse_decode)
+        asked = Asked(priority, tier, retain, timeout_s, tenant, request_id, kv=kv)
         job = self._face.job(params, sampling, asked)
         return SyncStream(self._face, job, self._face.chat_ids(messages, template, dict(template_variables or {})))
 
@@ -198,6 +218,9 @@ class SyncEngine:
         template: str | None = None,
         template_variables: Mapping[str, Any] | None = None,
         messages: Sequence[Mapping[str, Any]] = (),
+        domain: str | None = None,
+        kv_precision: KVPrecision | None = None,
+        sparse_decode: float | None = None,
         resume: str | PathLike[str] | None = None,
         sink_after_turns: int = 200,
         sink_turns: int = 10,
@@ -209,6 +232,7 @@ class SyncEngine:
             template=template,
             template_variables=template_variables,
             messages=messages,
+            kv=KVWish(domain, kv_precision, sparse_decode),
             resume=resume,
             sink_after_turns=sink_after_turns,
             sink_turns=sink_turns,

@@ -17,7 +17,7 @@ from attrs import define
 from kimicore.contracts import BlockKey
 from kimicore.ledger import Ledger, Pin
 from kimicore.moves import BlockMove, TierName, Transfer, Transferred
-from kimicore.prefix import KeyChain, PrefixIndex, longest_hit
+from kimicore.prefix import Chains, PrefixIndex, longest_hit
 from kimicore.rates import Rates
 from kimicore.shelf import DiskShelf, HostShelf
 from kimicore.types import TierStats
@@ -94,7 +94,7 @@ class Tiers:
             return "host"
         return "disk" if self.disk is not None and key in self.disk else None
 
-    def reach(self, chains: Sequence[KeyChain], blocks: int, *, disk: bool = True) -> int:
+    def reach(self, chains: Chains, blocks: int, *, disk: bool = True) -> int:
         """Return the most of the first ``blocks`` blocks that device, host and (``disk``) disk have together."""
         below = self.disk if disk else None
         indexes = [_Union(self.ledger.index(kind), slots, below) for kind, slots in enumerate(self.host.slots)]

@@ -19,7 +19,8 @@ from attrs import evolve, frozen
 from kimicore.checks import integer
 from kimicore.errors import InvalidRequest, KimiCoreError
 from kimicore.face import Face, check_tenant
-from kimicore.handle import Asked, Job, SinkCall
+from kimicore.handle import Asked, Job, KVWish, SinkCall
+from kimicore.intake import resolve_kv
 from kimicore.sampling_params import SamplingParams
 from kimicore.saved_turns import History, Saved, read_saved, write_saved
 from kimicore.types import GenerationResult, Tier
@@ -71,11 +72,13 @@ class Turns:
         template: str | None,
         variables: Mapping[str, Any],
         history: History,
+        kv: KVWish,
         *,
         sink_after_turns: int,
         sink_turns: int,
     ) -> None:
         self.face = face
+        self.kv = kv
         self.tenant, self.template, self.variables = tenant, template, variables
         self.history = history
         self.sink_after_turns, self.sink_turns = sink_after_turns, sink_turns
@@ -92,6 +95,7 @@ class Turns:
         template: str | None,
         template_variables: Mapping[str, Any] | None,
         messages: Sequence[Mapping[str, Any]],
+        kv: KVWish,
         resume: str | os.PathLike[str] | None,
         sink_after_turns: int,
         sink_turns: int,
@@ -104,6 +108,7 @@ class Turns:
         from kimicore.text.chat import plain_messages, plain_variables
 
         check_tenant(tenant)
+        resolve_kv(kv, face.config)
         if template is not None and not isinstance(template, str):
             raise InvalidRequest(f"template={template!r}: must be a Jinja template as text")
         if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
@@ -114,13 +119,26 @@ class Turns:
         history = History(tuple(plain_messages(messages)))
         if resume is not None:
             saved = read_saved(resume)
-            given = {"tenant": tenant, "template": template, "template_variables": variables, "messages": messages}
-            kept = {"tenant": saved.tenant, "template": saved.template, "template_variables": saved.variables}
+            given: dict[str, Any] = {
+                "tenant": tenant,
+                "template": template,
+                "template_variables": variables,
+                "messages": messages,
+            }
+            given |= {"domain": kv.domain, "kv_precision": kv.precision, "sparse_decode": kv.share}
+            kept: dict[str, Any] = {
+                "tenant": saved.tenant,
+                "template": saved.template,
+                "template_variables": saved.variables,
+            }
+            kept |= {"domain": saved.kv.domain, "kv_precision": saved.kv.precision, "sparse_decode": saved.kv.share}
             for name, value in given.items():
                 if value and value != kept.get(name):
                     raise InvalidRequest(f"{name}: the session that is resumed has its own; leave {name} out")
             tenant, template, variables, history = saved.tenant, saved.template, saved.variables, saved.history
-        return cls(face, tenant, template, variables, history, sink_after_turns=after, sink_turns=count)
+            kv = saved.kv
+            resolve_kv(kv, face.config)
+        return cls(face, tenant, template, variables, history, kv, sink_after_turns=after, sink_turns=count)
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -135,6 +153,7 @@ class Turns:
             self.template,
             self.variables,
             self.history,
+            self.kv,
             sink_after_turns=self.sink_after_turns,
             sink_turns=self.sink_turns,
         )
@@ -177,7 +196,8 @@ class Turns:
     def _sink_call(self, history: History, tokens: int, waker: Waker) -> SinkCall:
         # Whole blocks only: a layer with a window needs those that the first query after them sees.
         whole = tokens - tokens % self.face.config.block_tokens
-        return SinkCall(history.token_ids[:whole], history.prompt_tokens, self.tenant, waker)
+        precision = resolve_kv(self.kv, self.face.config).precision
+        return SinkCall(history.token_ids[:whole], history.prompt_tokens, self.tenant, precision, waker)
 
     # ------------------------------------------------------------ saving
 
@@ -196,7 +216,7 @@ class Turns:
 
     def write(self, path: str | os.PathLike[str], history: History, call: SinkCall | None) -> SavedSession:
         """Write the file, whole or not at all; raises :class:`~kimicore.ConfigError` that names it and the reason."""
-        where = write_saved(path, Saved(self.tenant, self.template, self.variables, history))
+        where = write_saved(path, Saved(self.tenant, self.template, self.variables, history, self.kv))
         tokens = len(history.token_ids)
         blocks, stored = tokens // self.face.config.block_tokens, 0
         if call is not None and call.done and call.error is None:
@@ -230,7 +250,7 @@ class Turn:
     ) -> Job:
         """Check everything but the prompt; raises :class:`~kimicore.InvalidRequest`."""
         turns = self._turns
-        asked = Asked(priority, tier, (), timeout_s, turns.tenant, None, keep=True)
+        asked = Asked(priority, tier, (), timeout_s, turns.tenant, None, keep=True, kv=turns.kv)
         job = turns.face.job(params, sampling, asked)
         if job.params.n != 1:
             raise InvalidRequest(f"n={job.params.n}: a turn of a session has one reply; fork() it for more")

@@ -17,6 +17,7 @@ from kimicore.records import swift
 from kimicore.sampling_params import SamplingParams
 
 __all__ = [
+    "KV_PRECISIONS",
     "TIERS",
     "BoundRow",
     "BoundStep",
@@ -26,6 +27,7 @@ __all__ = [
     "FinishReason",
     "GenerationResult",
     "KVClass",
+    "KVPrecision",
     "LogitsAt",
     "Retention",
     "RowPlan",
@@ -44,7 +46,9 @@ __all__ = [
 
 FinishReason = Literal["stop", "length"]
 LogitsAt = Literal["none", "last", "drafts", "all"]
+KVPrecision = Literal["full", "int8", "int4"]
 Tier = Literal["interactive", "standard", "background"]
+KV_PRECISIONS: tuple[KVPrecision, ...] = ("full", "int8", "int4")
 TIERS: tuple[Tier, ...] = ("interactive", "standard", "background")
 
 
@@ -255,7 +259,9 @@ class KVClass:
     """A kind of KV block: which layers share it, their window in tokens (None: all), and its size.
 
     ``shape`` is one block's ``(layers, 2, kv_heads, block_tokens, head_dim)``; ``dtype`` a name such as
-    ``"bfloat16"``. Every class has its own block tables and slot numbers.
+    ``"bfloat16"``. Every class has its own block tables and slot numbers. ``precision``: a request uses the classes of
+    its own. ``tail``: blocks that are being filled, in full precision, on their way to a quantized class; nobody shares
+    them. ``summaries``: behind its keys and values a block has the least and the greatest of its keys.
     """
 
     name: str
@@ -265,6 +271,9 @@ class KVClass:
     shape: tuple[int, int, int, int, int]
     block_bytes: int
     latent: bool = False
+    precision: KVPrecision = "full"
+    tail: bool = False
+    summaries: bool = False
 
 
 @swift
@@ -320,7 +329,8 @@ class BoundRow:
     ``known[plan.start : plan.start + plan.count]``. ``tables``: per KV class the row's block slots, one per
     ``block_tokens`` positions from position 0; entries that have left a window are 0. ``sample``: whether a
     token is drawn after the last position. ``banned``: token ids that must not be drawn. ``rope_tokens``:
-    length that fixes a dynamic rope's factor.
+    length that fixes a dynamic rope's factor. ``precision``: of its KV; tables of other classes are empty. ``share``:
+    of its blocks that a generated token attends to, None: all of them.
     """
 
     plan: RowPlan
@@ -333,6 +343,8 @@ class BoundRow:
     choice: int
     banned: tuple[int, ...]
     rope_tokens: int
+    precision: KVPrecision = "full"
+    share: float | None = None
 
 
 @frozen(eq=False)

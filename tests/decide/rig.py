@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from attrs import evolve
+
 from kimicore.below import Below
 from kimicore.book import Book
 from kimicore.contracts import Eviction, StepLimits
@@ -22,7 +24,7 @@ from kimicore.testing.carrier import FakeCarrier, Outcome
 from kimicore.testing.clock import ManualClock
 from kimicore.testing.runner import FakeRunner, fake_tokens
 from kimicore.tiers import Tiers
-from kimicore.types import BoundRow, BoundStep, KVClass, Retention, Tier
+from kimicore.types import BoundRow, BoundStep, KVClass, KVPrecision, Retention, Tier
 
 VOCABULARY = 50
 SECRET = b"secret"
@@ -42,10 +44,21 @@ class Words:
         return None
 
 
-def kv_class(name: str = "full", layers: int = 1, window: int | None = None, block_tokens: int = 16) -> KVClass:
+def kv_class(
+    name: str = "full", layers: int = 1, window: int | None = None, block_tokens: int = 16, **more: Any
+) -> KVClass:
     """Return a class whose block has 8 bytes per layer and token."""
     shape = (layers, 2, 1, block_tokens, 1)
-    return KVClass(name, tuple(range(layers)), window, "float32", shape, layers * 8 * block_tokens)
+    return KVClass(name, tuple(range(layers)), window, "float32", shape, layers * 8 * block_tokens, **more)
+
+
+def quantized(*full: KVClass, precision: KVPrecision = "int8") -> tuple[KVClass, ...]:
+    """Return classes of another precision beside these: where whole blocks are, and where they are filled."""
+    mains = [
+        evolve(one, name=f"{one.name}-{precision}", block_bytes=8 * one.shape[3], precision=precision) for one in full
+    ]
+    tails = [evolve(one, name=f"{one.name}-{precision}-tail", window=1, precision=precision, tail=True) for one in full]
+    return (*mains, *tails)
 
 
 class Output:
@@ -151,6 +164,8 @@ class Rig:
         number: int | None = None,
         retain: Sequence[Retention] = (),
         tier: Tier = "standard",
+        kv_precision: KVPrecision = "full",
+        share: float | None = None,
     ) -> NewRequest:
         """Return a request that arrives now."""
         if number is None:
@@ -176,6 +191,8 @@ class Rig:
             banned_until_min=tuple(banned),
             tier=tier,
             retain=tuple(retain),
+            kv_precision=kv_precision,
+            share=share,
         )
 
     def submit_all(self, group: Sequence[NewRequest]) -> None:
@@ -295,12 +312,14 @@ class Rig:
         return fake_tokens(
             new.prompt,
             new.limit_tokens - len(new.prompt),
-            [one.window for one in self.classes],
+            [one.window for one in self.classes if one.precision == new.kv_precision and not one.tail],
             seed=new.seed,
             choice=new.choice,
             vocabulary=self.runner.vocabulary,
             banned=new.banned_until_min,
             min_tokens=new.params.min_tokens,
+            precision=new.kv_precision,
+            block_tokens=self.ledger.block_tokens,
         )
 
     def expected(self, new: NewRequest) -> tuple[list[int], str, str | int | None]:

@@ -8,7 +8,7 @@ from bad_policies import KINDS, BadEviction
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from rig import VOCABULARY, Rig, Words, kv_class, prompt_of
+from rig import VOCABULARY, Rig, Words, kv_class, prompt_of, quantized
 
 from kimicore.errors import Overloaded, RequestFailed, RequestTimeout
 from kimicore.sampling_params import SamplingParams
@@ -19,7 +19,9 @@ ONE = (kv_class("full", block_tokens=BLOCK),)
 TWO = (kv_class("window", 5, window=7, block_tokens=BLOCK), kv_class("full", 1, block_tokens=BLOCK))
 SAME = (kv_class("full", 2, block_tokens=BLOCK), kv_class("window", 3, window=9, block_tokens=BLOCK))
 OUTCOMES = ["done", "done", "done", "failed", "half", "lost"]
+MIXED = (*TWO[1:], *quantized(*TWO[1:]), *quantized(*TWO[1:], precision="int4"))
 LAYOUTS = {"one": ONE, "two": TWO, "same": SAME, "window": (kv_class("only", 1, window=6, block_tokens=BLOCK),)}
+LAYOUTS |= {"mixed": MIXED, "mixed windows": (*SAME, *quantized(*SAME))}
 
 
 class BookMachine(RuleBasedStateMachine):
@@ -62,8 +64,9 @@ class BookMachine(RuleBasedStateMachine):
         self.gone: set[int] = set()
         self.doomed: set[int] = set()
         classes = LAYOUTS[layout]
+        self.precisions = sorted({one.precision for one in classes})
         self.rig = Rig(
-            slabs,
+            max(slabs, 2 + len(classes)),
             classes=classes,
             block_tokens=BLOCK,
             batching=batching,
@@ -77,7 +80,7 @@ class BookMachine(RuleBasedStateMachine):
             disk={} if below["disk_bytes"] else None,
             **below | {"staging": below["staging"] and bool(below["disk_bytes"])},
         )
-        self.longest = min(60, self.rig.book.capacity_tokens)
+        self.longest = min(60, *self.rig.book.capacities.values())
 
     def fault(self, row: BoundRow) -> BaseException | None:
         return RequestFailed("planted") if row.plan.request in self.doomed else None
@@ -97,6 +100,8 @@ class BookMachine(RuleBasedStateMachine):
         ends=st.lists(st.integers(0, VOCABULARY - 1), max_size=3),
         least=st.integers(0, 4),
         stop=st.integers(0, VOCABULARY - 1),
+        precision=st.integers(0, 2),
+        share=st.sampled_from([None, None, 0.5]),
     )
     def submit(self, **drawn: Any) -> None:
         length = min(drawn["length"], self.longest)
@@ -125,6 +130,8 @@ class BookMachine(RuleBasedStateMachine):
                 ends=drawn["ends"],
                 banned=drawn["ends"],
                 judge=Words([drawn["stop"]]),
+                kv_precision=self.precisions[drawn["precision"] % len(self.precisions)],
+                share=drawn["share"],
             )
             for choice in range(drawn["n"])
         ]
@@ -178,7 +185,7 @@ class BookMachine(RuleBasedStateMachine):
     def sink(self, pick: int) -> None:
         if self.rig.news:
             new = self.rig.news[sorted(self.rig.news)[-1 - pick % len(self.rig.news)]]
-            self.rig.book.sink(list(new.prompt), len(new.prompt), new.salt)
+            self.rig.book.sink(list(new.prompt), len(new.prompt), new.salt, new.kv_precision)
 
     @rule(keys=st.integers(1, 3))
     def damage(self, keys: int) -> None:

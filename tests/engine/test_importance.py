@@ -22,7 +22,6 @@ from kimicore.kernels.build import cache_folder
 from kimicore.model.importance import MEASURED_QUERIES
 from kimicore.model.importance_table import ImportanceTable, table_path
 from kimicore.model.load import open_source
-from kimicore.runner import pack
 from kimicore.types import BoundStep, StepResult
 from rigs.runners import Around, around, gated
 from rigs.settle import settled
@@ -64,14 +63,14 @@ class Weighing(Around):
 
     def run(self, step: BoundStep) -> StepResult:
         result = super().run(step)
-        batch = pack(step, 16, dynamic=False)
+        batch = self.inner._packer.pack(step)
         mass = torch.zeros(batch.block_tables[0].shape)
-        model, ops = self.inner._model, self.inner._model.ops
-        attend = partial(ops.paged_attention, importance=mass)
-        model.ops = evolve(ops, paged_attention=attend)
+        model, layers = self.inner._model, self.inner._model._attention
+        ops = evolve(model.ops, paged_attention=partial(model.ops.paged_attention, importance=mass))
+        model._attention = [evolve(one, ops=ops) for one in layers]
         with torch.inference_mode():
             model.forward(batch, self.inner._arena.views, [torch.zeros(1, mass.shape[1])])
-        model.ops = ops
+        model._attention = layers
         ((found,),) = result.importance
         self.found.append((int(batch.contexts[0]), found, mass[0]))
         return result

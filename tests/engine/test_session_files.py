@@ -175,9 +175,9 @@ async def test_a_wrong_field_is_named(shared: Engine, file: Path, tmp_path: Path
     ("content", "wanted"),
     [
         (b"", "JSON"), (b"\xff\xfe", "JSON"), (b"[" * 100_000, "JSON"), (b"[]", "format"), (b"{}", "format"),
-        (b'{"format": "kimicore-session"}', "version"), (b'{"format": "kimicore-session", "version": 2}', "version=2"),
+        (b'{"format": "kimicore-session"}', "version"), (b'{"format": "kimicore-session", "version": 3}', "version=3"),
         (b'{"format": "kimicore-session", "version": true}', "version"),
-        (b'{"format": "kimicore-session", "version": 1, "session": []}', "session"),
+        (b'{"format": "kimicore-session", "version": 2, "session": []}', "session"),
     ],
     ids=lambda one: repr(one)[:30],
 )  # fmt: skip

@@ -17,7 +17,8 @@ from torch import Tensor
 from kimicore.kernels.registry import select_ops
 from kimicore.kv.arena import Arena, slab_bytes
 from kimicore.model.batch import Batch
-from kimicore.model.spec import kv_classes, spec_from_config
+from kimicore.model.kv_layout import kv_classes
+from kimicore.model.spec import spec_from_config
 from kimicore.model.transformer import Transformer
 from kimicore.text.source import TextSource
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from kimicore.errors import ModelLoadError
-from kimicore.model.spec import kv_classes, kv_places, spec_from_config
+from kimicore.model.kv_layout import kv_classes, kv_places
+from kimicore.model.spec import spec_from_config
 
 BASE: dict[str, Any] = {
     "hidden_size": 48,

@@ -120,8 +120,9 @@ def run(options: argparse.Namespace) -> int:
     # torch: only once the options are known to be right
     from kimicore.assembly import choose_dtype
     from kimicore.model.importance_table import ImportanceTable, table_path
+    from kimicore.model.kv_layout import kv_classes
     from kimicore.model.load import open_source
-    from kimicore.model.spec import kv_classes, spec_from_config
+    from kimicore.model.spec import spec_from_config
 
     source = open_source(options.model)
     path = table_path(source.fingerprint, config.block_tokens) if options.out is None else Path(options.out)

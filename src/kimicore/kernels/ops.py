@@ -6,7 +6,18 @@ from typing import Protocol
 
 from torch import Tensor
 
-__all__ = ["BlockMassOp", "GatedActOp", "LinearOp", "PagedAttentionOp", "RmsNormOp", "RotaryWriteOp"]
+__all__ = [
+    "BlockMassOp",
+    "ChooseBlocksOp",
+    "GatedActOp",
+    "KeySummaryOp",
+    "KvQuantizeOp",
+    "LinearOp",
+    "PagedAttentionOp",
+    "QuantizedAttentionOp",
+    "RmsNormOp",
+    "RotaryWriteOp",
+]
 
 
 class LinearOp(Protocol):
@@ -66,6 +77,58 @@ class BlockMassOp(Protocol):
         kv: Tensor,
         layer: int,
         block_table: Tensor,
+        row_starts: Tensor,
+        contexts: Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor: ...
+
+
+class KeySummaryOp(Protocol):
+    """See :func:`kimicore.kernels.key_summary.reference.key_summary`."""
+
+    def __call__(self, kv: Tensor, layer: int, slots: Tensor, summary: Tensor) -> None: ...
+
+
+class ChooseBlocksOp(Protocol):
+    """See :func:`kimicore.kernels.choose_blocks.reference.choose_blocks`."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        summary: Tensor,
+        layer: int,
+        block_table: Tensor,
+        contexts: Tensor,
+        keep: Tensor,
+        *,
+        block_tokens: int,
+        scale: float,
+        first: int = 1,
+        recent: int = 2,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class KvQuantizeOp(Protocol):
+    """See :func:`kimicore.kernels.kv_quantize.reference.kv_quantize`."""
+
+    def __call__(self, kv: Tensor, layer: int, sources: Tensor, packed: Tensor, targets: Tensor, bits: int) -> None: ...
+
+
+class QuantizedAttentionOp(Protocol):
+    """See :func:`kimicore.kernels.paged_attention.quantized.quantized_attention`."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        packed: Tensor,
+        bits: int,
+        kv: Tensor,
+        layer: int,
+        packed_table: Tensor,
+        tail_table: Tensor,
         row_starts: Tensor,
         contexts: Tensor,
         *,

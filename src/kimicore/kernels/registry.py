@@ -13,18 +13,35 @@ from kimicore.errors import ConfigError
 from kimicore.kernels.block_mass import native as native_block_mass
 from kimicore.kernels.block_mass import reference as reference_block_mass
 from kimicore.kernels.build import compile_all
+from kimicore.kernels.choose_blocks import native as native_choose_blocks
+from kimicore.kernels.choose_blocks import reference as reference_choose_blocks
 from kimicore.kernels.gated_act import native as native_gated_act
 from kimicore.kernels.gated_act import reference as reference_gated_act
 from kimicore.kernels.gumbel import GumbelOp
 from kimicore.kernels.gumbel import native as native_gumbel
 from kimicore.kernels.gumbel.reference import gumbel
+from kimicore.kernels.key_summary import native as native_key_summary
+from kimicore.kernels.key_summary import reference as reference_key_summary
+from kimicore.kernels.kv_quantize import native as native_kv_quantize
+from kimicore.kernels.kv_quantize import reference as reference_kv_quantize
 from kimicore.kernels.linear import native as native_linear
 from kimicore.kernels.linear import reference as reference_linear
 from kimicore.kernels.linear.floor import row_floor, row_invariant_linear
-from kimicore.kernels.ops import BlockMassOp, GatedActOp, LinearOp, PagedAttentionOp, RmsNormOp, RotaryWriteOp
+from kimicore.kernels.ops import (
+    BlockMassOp,
+    ChooseBlocksOp,
+    GatedActOp,
+    KeySummaryOp,
+    KvQuantizeOp,
+    LinearOp,
+    PagedAttentionOp,
+    QuantizedAttentionOp,
+    RmsNormOp,
+    RotaryWriteOp,
+)
 from kimicore.kernels.paged_attention import native as native_paged_attention
+from kimicore.kernels.paged_attention import quantized, quantized_native, tiled
 from kimicore.kernels.paged_attention import reference as reference_attention
-from kimicore.kernels.paged_attention import tiled
 from kimicore.kernels.rms_norm import native as native_rms_norm
 from kimicore.kernels.rms_norm import reference as reference_rms_norm
 from kimicore.kernels.rotary_write import native as native_rotary
@@ -58,6 +75,10 @@ class Ops:
     paged_attention: PagedAttentionOp
     block_mass: BlockMassOp
     gumbel: GumbelOp
+    key_summary: KeySummaryOp
+    choose_blocks: ChooseBlocksOp
+    kv_quantize: KvQuantizeOp
+    quantized_attention: QuantizedAttentionOp
     origins: tuple[OpOrigin, ...] = field(default=(), kw_only=True)
 
 
@@ -97,6 +118,15 @@ def _paged_attention(dtype: torch.dtype, native: bool) -> tuple[PagedAttentionOp
     return reference_attention.paged_attention, OpOrigin("paged_attention", "torch", _short(why))
 
 
+def _quantized_attention(dtype: torch.dtype, native: bool) -> tuple[QuantizedAttentionOp, OpOrigin]:
+    found, why = _tried("quantized_attention", quantized_native.load, dtype) if native else (None, _OFF)
+    if found is not None:
+        return found, OpOrigin("quantized_attention", "native", why)
+    if dtype == torch.float32:
+        return quantized.tiled_quantized_attention, OpOrigin("quantized_attention", "torch, tiled", _short(why))
+    return quantized.quantized_attention, OpOrigin("quantized_attention", "torch", _short(why))
+
+
 def _chosen(
     op: str, load: Callable[[], tuple[Any, str]], reference: Any, dtype: torch.dtype, native: bool
 ) -> tuple[Any, OpOrigin]:
@@ -126,11 +156,35 @@ def select_ops(device: str, dtype: torch.dtype, *, native: bool = True, shapes: 
     gated, gated_origin = _chosen("gated_act", native_gated_act.load, reference_gated_act.gated_act, dtype, native)
     mass, mass_origin = _chosen("block_mass", native_block_mass.load, reference_block_mass.block_mass, dtype, native)
     noise, noise_origin = _chosen("gumbel", native_gumbel.load, gumbel, dtype, native)
-    origins = [linear_origin, norm_origin, rotary_origin, gated_origin, attention_origin, mass_origin, noise_origin]
+    summary, summary_origin = _chosen(
+        "key_summary", native_key_summary.load, reference_key_summary.key_summary, dtype, native
+    )
+    choice, choice_origin = _chosen(
+        "choose_blocks", native_choose_blocks.load, reference_choose_blocks.choose_blocks, dtype, native
+    )
+    packing, packing_origin = _chosen(
+        "kv_quantize", native_kv_quantize.load, reference_kv_quantize.kv_quantize, dtype, native
+    )
+    packed, packed_origin = _quantized_attention(dtype, native)
+    origins = [
+        linear_origin,
+        norm_origin,
+        rotary_origin,
+        gated_origin,
+        attention_origin,
+        mass_origin,
+        noise_origin,
+        summary_origin,
+        choice_origin,
+        packing_origin,
+        packed_origin,
+    ]
     if native and parallel_entry() is None:
         remark = "; on one thread, since the team of threads could not be built"
         origins = [evolve(o, why=o.why + remark) if o.implementation == "native" else o for o in origins]
-    return Ops(linear, norm, rotary, gated, attention, mass, noise, origins=tuple(origins))
+    return Ops(
+        linear, norm, rotary, gated, attention, mass, noise, summary, choice, packing, packed, origins=tuple(origins)
+    )
 
 
 def describe(ops: Ops) -> tuple[tuple[str, str, str], ...]:

@@ -13,9 +13,25 @@ import torch
 from torch import Tensor
 
 from kimicore.kernels.block_mass import reference as mass
+from kimicore.kernels.choose_blocks import reference as choice
 from kimicore.kernels.gated_act import reference as gated
+from kimicore.kernels.key_summary import reference as extremes
+from kimicore.kernels.kv_quantize import reference as packing
+from kimicore.kernels.kv_quantize.layout import packed_layer_bytes
 from kimicore.kernels.linear import reference as product
-from kimicore.kernels.ops import BlockMassOp, GatedActOp, LinearOp, PagedAttentionOp, RmsNormOp, RotaryWriteOp
+from kimicore.kernels.ops import (
+    BlockMassOp,
+    ChooseBlocksOp,
+    GatedActOp,
+    KeySummaryOp,
+    KvQuantizeOp,
+    LinearOp,
+    PagedAttentionOp,
+    QuantizedAttentionOp,
+    RmsNormOp,
+    RotaryWriteOp,
+)
+from kimicore.kernels.paged_attention import quantized
 from kimicore.kernels.paged_attention import reference as attention
 from kimicore.kernels.rms_norm import reference as norm
 from kimicore.kernels.rotary_write import reference as rotary
@@ -86,6 +102,52 @@ def block_mass(op: BlockMassOp, dtype: torch.dtype) -> bool:
     return torch.allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+def key_summary(op: KeySummaryOp, dtype: torch.dtype) -> bool:
+    """Return whether the extremes of two blocks are the same, and nothing else is written."""
+    kv = _noise(1, 5, 2, 2, 3, 16, 40).to(dtype)
+    found = torch.zeros(2, 5, 2, 3, 2, 40, dtype=dtype)
+    for call, summary in zip((op, extremes.key_summary), found, strict=True):
+        call(kv, 1, torch.tensor([3, 0], dtype=torch.int32), summary)
+    return torch.equal(*found)
+
+
+def choose_blocks(op: ChooseBlocksOp, dtype: torch.dtype) -> bool:
+    """Return whether the same blocks are chosen for a long and a short row, by estimates that lie apart."""
+    q, summary = _noise(1, 2, 6, 40).to(dtype), _noise(2, 40, 2, 2, 2, 40).to(dtype).sort(dim=3).values
+    table, contexts = torch.arange(80, dtype=torch.int32).view(2, 40) % 40, torch.tensor([601, 77], dtype=torch.int32)
+    calls, keep = (op, choice.choose_blocks), torch.tensor([12, 9], dtype=torch.int32)
+    a, b = (call(q, summary, 1, table, contexts, keep, block_tokens=16, scale=0.3) for call in calls)
+    return all(map(torch.equal, a, b))
+
+
+def kv_quantize(op: KvQuantizeOp, dtype: torch.dtype) -> bool:
+    """Return whether two blocks get the same bytes with 8 and with 4 bits, and no other block is written."""
+    kv = (_noise(1, 3, 1, 2, 2, 16, 40) * _noise(2, 3, 1, 2, 2, 16, 1).exp()).to(dtype)
+    sources, targets = torch.tensor([2, 1], dtype=torch.int32), torch.tensor([0, 2], dtype=torch.int32)
+    for bits in (8, 4):
+        found = torch.full((2, 3, 1, packed_layer_bytes(2, 16, 40, bits)), 170, dtype=torch.uint8)
+        for call, packed in zip((op, packing.kv_quantize), found, strict=True):
+            call(kv, 0, sources, packed, targets, bits)
+        if not torch.equal(*found):
+            return False
+    return True
+
+
+def quantized_attention(op: QuantizedAttentionOp, dtype: torch.dtype) -> bool:
+    """Return whether the output agrees with 8 and with 4 bits, for a chunk over block edges and a single token."""
+    kv, q = _noise(1, 24, 1, 2, 2, 16, 40).to(dtype), _noise(2, 21, 6, 40).to(dtype)
+    table, slots = torch.arange(40, dtype=torch.int32).view(2, 20) % 24, torch.arange(24, dtype=torch.int32)
+    starts, contexts = torch.tensor([0, 20, 21], dtype=torch.int32), torch.tensor([35, 300], dtype=torch.int32)
+    for bits in (8, 4):
+        packed = torch.zeros(24, 1, packed_layer_bytes(2, 16, 40, bits), dtype=torch.uint8)
+        packing.kv_quantize(kv, 0, slots, packed, slots, bits)
+        given = (q, packed, bits, kv, 0, table, table.flip(0), starts, contexts)
+        calls = (op, quantized.quantized_attention)
+        if not _near(*(call(*given, scale=0.2, window=290, softcap=30.0) for call in calls)):
+            return False
+    return True
+
+
 TRIALS: Final[dict[str, Callable[[Any, torch.dtype], bool]]] = {
     "linear": linear,
     "rms_norm": rms_norm,
@@ -93,4 +155,8 @@ TRIALS: Final[dict[str, Callable[[Any, torch.dtype], bool]]] = {
     "gated_act": gated_act,
     "paged_attention": paged_attention,
     "block_mass": block_mass,
+    "key_summary": key_summary,
+    "choose_blocks": choose_blocks,
+    "kv_quantize": kv_quantize,
+    "quantized_attention": quantized_attention,
 }

@@ -7,7 +7,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kimicore.model.spec import ModelSpec, kv_places
+from kimicore.model.kv_layout import kv_places
+from kimicore.model.spec import ModelSpec
 
 __all__ = ["MEASURED_QUERIES", "RECENT_TOKENS", "measured_layers", "relative_importance"]
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from attrs import evolve, frozen
+from attrs import frozen
 
 from kimicore.checks import integer, number
 from kimicore.errors import ModelLoadError
@@ -22,13 +22,8 @@ from kimicore.model.spec_fields import (
     size,
     text_config,
 )
-from kimicore.types import KVClass
 
-__all__ = ["LayerSpec", "ModelSpec", "RopeSpec", "kv_classes", "kv_places", "spec_from_config"]
-
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_MAX_SLAB_BYTES = 64 << 20
-_ALIGN_BYTES = 64
+__all__ = ["LayerSpec", "ModelSpec", "RopeSpec", "spec_from_config"]
 
 
 @frozen
@@ -169,63 +164,3 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         attention_softcap=positive(config, "attn_logit_softcapping"),
         final_softcap=positive(config, "final_logit_softcapping"),
     )
-
-
-# ---------------------------------------------------------------- KV classes
-
-
-def _windows(spec: ModelSpec) -> list[int | None]:
-    """Return the distinct windows in class order: full attention first, then windows by length."""
-    found = {layer.window for layer in spec.layers}
-    full: list[int | None] = [None] if None in found else []
-    return full + sorted(window for window in found if window is not None)
-
-
-def kv_places(spec: ModelSpec) -> tuple[tuple[int, int], ...]:
-    """Return for each layer its KV class and its place among that class's layers."""
-    windows = _windows(spec)
-    counts = [0] * len(windows)
-    places = []
-    for layer in spec.layers:
-        index = windows.index(layer.window)
-        places.append((index, counts[index]))
-        counts[index] += 1
-    return tuple(places)
-
-
-def kv_classes(spec: ModelSpec, dtype_name: str, block_tokens: int) -> tuple[KVClass, ...]:
-    """Return the model's kinds of KV blocks: full-attention layers share one, each window has its own.
-
-    ``block_bytes`` is the distance between two blocks: a block's size, with padding where the classes' least common
-    multiple would otherwise be over 64 MiB (see :func:`kimicore.kv.arena.slab_bytes`).
-    """
-    if dtype_name not in _ITEM_BYTES:
-        raise ModelLoadError(f"dtype={dtype_name!r}: a KV cache is one of {', '.join(_ITEM_BYTES)}")
-    places = kv_places(spec)
-    classes = []
-    for index, window in enumerate(_windows(spec)):
-        layers = tuple(i for i, (owner, _) in enumerate(places) if owner == index)
-        shape = (len(layers), 2, spec.kv_heads, block_tokens, spec.head_dim)
-        name = "full" if window is None else f"window-{window}"
-        classes.append(KVClass(name, layers, window, dtype_name, shape, math.prod(shape) * _ITEM_BYTES[dtype_name]))
-    strides = _strides([c.block_bytes for c in classes])
-    return tuple(evolve(c, block_bytes=stride) for c, stride in zip(classes, strides, strict=True))
-
-
-def _strides(sizes: list[int]) -> list[int]:
-    """Return each class's distance between blocks, padded where their least common multiple is over 64 MiB."""
-    if math.lcm(*sizes) <= _MAX_SLAB_BYTES or len(sizes) == 1:
-        return sizes
-    best: tuple[float, list[int]] | None = None
-    for largest_per_slab in range(1, 17):
-        room = largest_per_slab * max(sizes)
-        counts = [room // block for block in sizes]
-        unit = math.lcm(*counts) * _ALIGN_BYTES
-        slab = -(-room // unit) * unit
-        strides = [slab // count for count in counts]
-        waste = sum(stride / block for stride, block in zip(strides, sizes, strict=True))
-        fits = slab <= _MAX_SLAB_BYTES or largest_per_slab == 1
-        if fits and (best is None or waste < best[0]):
-            best = (waste, strides)
-    assert best is not None
-    return best[1]

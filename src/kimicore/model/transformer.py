@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kimicore.model.attending import LayerAttention
 from kimicore.model.batch import Batch, Measured
 from kimicore.model.importance import measured_layers
+from kimicore.model.kv_layout import kv_places
 from kimicore.model.rope import Rotary
-from kimicore.model.spec import ModelSpec, kv_places
+from kimicore.model.spec import ModelSpec
 from kimicore.model.weights import LayerWeights, ModelWeights, load_weights, weight_bytes
 
 if TYPE_CHECKING:
@@ -34,6 +36,10 @@ class Transformer:
         self._rotary = Rotary(spec.ropes)
         self._places = kv_places(spec)
         self._measured_layers = measured_layers(spec)
+        self._attention = [
+            LayerAttention(ops, group, place, spec.attention_scale, layer.window, spec.attention_softcap)
+            for (group, place), layer in zip(self._places, spec.layers, strict=True)
+        ]
         self._embed_scale: float | None = None
         if spec.embed_scale is not None:  # rounded to the model's dtype, as the reference code has it
             self._embed_scale = float(torch.tensor(spec.embed_scale, dtype=torch.float32).to(self.dtype))
@@ -58,12 +64,18 @@ class Transformer:
         """
         return cls(spec, load_weights(spec, source, dtype, progress), ops, known_tokens=known_tokens)
 
-    def forward(self, batch: Batch, arenas: Sequence[Tensor], mass: Sequence[Tensor] = ()) -> Tensor:
+    def forward(
+        self,
+        batch: Batch,
+        arenas: Sequence[Tensor],
+        mass: Sequence[Tensor] = (),
+        summaries: Sequence[Tensor | None] = (),
+    ) -> Tensor:
         """Write the batch's keys and values, and return the final hidden states of ``batch.selected`` [n, C].
 
-        ``arenas``: per KV class [S, L, 2, KH, block_tokens, D]. ``mass``: per KV class [M, N] float32; where
-        ``batch.measured`` is given, it gains what each block gets in the class's measured layers. The caller enters
-        ``torch.inference_mode``.
+        ``arenas``, ``summaries``: per KV class, see :class:`kimicore.kv.arena.Arena`. ``mass``: per group of layers
+        [M, N] float32; where ``batch.measured`` is given, it gains what each block gets in the group's measured layers.
+        The caller enters ``torch.inference_mode``.
         """
         ops, eps, layers = self.ops, self.spec.norm_eps, self.weights.layers
         hidden = torch.nn.functional.embedding(batch.token_ids, self.weights.embedding)
@@ -74,11 +86,13 @@ class Transformer:
         for index, layer in enumerate(layers):
             last = index + 1 == len(layers)
             q = self._project(index, layer, normed, batch, arenas, cos_sin)
+            for whole in batch.whole:
+                self._attention[index].finish(whole, arenas, summaries)
             if batch.measured is not None and index in self._measured_layers:
                 self._measure(index, q, batch.measured, arenas, mass)
             if last and not len(batch.selected):
                 return hidden.new_empty((0, self.spec.hidden_size))  # the cache is all that was wanted
-            attended = self._attend(index, q, batch, arenas)
+            attended = self._attention[index].attend(q, batch, arenas, summaries).flatten(1)
             if last:  # nothing reads the other tokens any more
                 attended = attended.index_select(0, batch.selected)
                 residual = residual.index_select(0, batch.selected)
@@ -116,22 +130,6 @@ class Transformer:
         kv_class, place = self._places[index]
         self.ops.rotary_write(q, k, v, cos, sin, arenas[kv_class], place, batch.slots[kv_class])
         return q
-
-    def _attend(self, index: int, q: Tensor, batch: Batch, arenas: Sequence[Tensor]) -> Tensor:
-        """Return the layer's attention output [T, H D]."""
-        kv_class, place = self._places[index]
-        attended = self.ops.paged_attention(
-            q,
-            arenas[kv_class],
-            place,
-            batch.block_tables[kv_class],
-            batch.row_starts,
-            batch.contexts,
-            scale=self.spec.attention_scale,
-            window=self.spec.layers[index].window,
-            softcap=self.spec.attention_softcap,
-        )
-        return attended.flatten(1)
 
     def _measure(
         self, index: int, q: Tensor, measured: Measured, arenas: Sequence[Tensor], mass: Sequence[Tensor]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
 from attrs import field, frozen
 
-from kimicore.types import BoundRow, BoundStep, KVClass, RowResult, StepResult, TokenScores
+from kimicore.block_records import kinds_of
+from kimicore.types import BoundRow, BoundStep, KVClass, KVPrecision, RowResult, StepResult, TokenScores
 
 __all__ = ["FakeRunner", "fake_tokens"]
 
 _MASK = (1 << 64) - 1
 _POISON = -1
+_LOST: Final[Mapping[KVPrecision, int]] = {"full": 0, "int8": 0xFF, "int4": 0xFFF}
 
 
 def _mix(value: int, more: int) -> int:
@@ -22,6 +25,11 @@ def _mix(value: int, more: int) -> int:
 
 def _entry(before: int, token: int, position: int) -> int:
     return _mix(_mix(before, token), position)
+
+
+def _rounded(entry: int, precision: KVPrecision) -> int:
+    """Return what is left of an entry once its block is whole."""
+    return entry & ~_LOST[precision]
 
 
 def _choose(seen: Sequence[Sequence[int]], seed: int, choice: int, vocabulary: int, banned: Sequence[int]) -> int:
@@ -44,12 +52,16 @@ def fake_tokens(
     vocabulary: int = 1000,
     banned: Sequence[int] = (),
     min_tokens: int = 0,
+    precision: KVPrecision = "full",
+    block_tokens: int = 16,
 ) -> list[int]:
     """Return the tokens that a :class:`FakeRunner` gives this prompt when nothing goes wrong; it needs no blocks."""
     known = list(prompt)
     entries: list[int] = []
     while len(known) < len(prompt) + count:
         for position in range(len(entries), len(known)):
+            if position and position % block_tokens == 0:
+                entries[-block_tokens:] = [_rounded(entry, precision) for entry in entries[-block_tokens:]]
             entries.append(_entry(entries[-1] if entries else 0, known[position], position))
         seen = [entries if window is None else entries[-window:] for window in windows]
         now = banned if len(known) - len(prompt) < min_tokens else ()
@@ -67,7 +79,8 @@ class FakeRunner:
     seconds (a clock's ``advance``, for example).
 
     Every position's entry depends on its token, on its number and on the entry before it, so an entry stands for all
-    tokens up to its own, as in a real model. Each row checks that what it writes belongs to it alone.
+    tokens up to its own, as in a real model. Each row checks that what it writes belongs to it alone. Under another
+    precision than "full" entries are written to the tail class, and rounded into the other one when a block is whole.
     """
 
     classes: tuple[KVClass, ...]
@@ -77,9 +90,11 @@ class FakeRunner:
     seconds: Callable[[BoundStep], float] | None = None
     after: Callable[[float], None] | None = None
     arenas: list[dict[int, list[int]]] = field(init=False, factory=list)
+    _kinds: dict[KVPrecision, tuple[int, ...]] = field(init=False, factory=dict)
 
     def __attrs_post_init__(self) -> None:
         self.arenas.extend({} for _ in self.classes)
+        self._kinds.update(kinds_of(self.classes))
 
     def run(self, step: BoundStep) -> StepResult:
         """Compute the step."""
@@ -116,25 +131,31 @@ class FakeRunner:
     def _compute(self, row: BoundRow, written: set[tuple[int, int]]) -> None:
         start, count = row.plan.start, row.plan.count
         size = self.classes[0].shape[3]
-        for kind, table in enumerate(row.tables):
+        for kind in self._kinds[row.precision]:
+            table = row.tables[kind]
             for at in range(start // size, -(-(start + count) // size)):
                 slot = table[at]
                 if slot == 0 or (kind, slot) in written:
                     raise AssertionError(f"request {row.plan.request} writes slot {slot} of class {kind}, not its own")
                 written.add((kind, slot))
         for position in range(start, start + count):
-            for kind, table in enumerate(row.tables):
+            at, offset = divmod(position, size)
+            for kind, tail in self._pairs(row.precision):
                 before = 0
                 if position:
-                    before = self.block(kind, table[(position - 1) // size])[(position - 1) % size]
-                entry = _entry(before, row.known[position], position)
-                self.block(kind, table[position // size])[position % size] = entry
+                    last = kind if offset == 0 else tail
+                    before = self.block(last, row.tables[last][(position - 1) // size])[(position - 1) % size]
+                block = self.block(tail, row.tables[tail][at])
+                block[offset] = _entry(before, row.known[position], position)
+                if kind != tail and offset == size - 1:
+                    whole = [_rounded(entry, row.precision) for entry in block]
+                    self.block(kind, row.tables[kind][at])[:] = whole
 
     def _result(self, row: BoundRow) -> RowResult:
         end = row.plan.start + row.plan.count
         tokens: tuple[int, ...] = ()
         if row.sample:
-            seen = [self._seen(kind, table, end - 1) for kind, table in enumerate(row.tables)]
+            seen = [self._seen(row, kind, tail, end - 1) for kind, tail in self._pairs(row.precision)]
             tokens = (_choose(seen, row.seed, row.choice, self.vocabulary, row.banned),)
         prompt_scores = None
         if row.plan.logits_at == "all":
@@ -145,14 +166,23 @@ class FakeRunner:
             logprobs = (TokenScores(-float(end)),)
         return RowResult(tokens, logprobs, prompt_scores)
 
-    def _seen(self, kind: int, table: Sequence[int], position: int) -> list[int]:
+    def _pairs(self, precision: KVPrecision) -> list[tuple[int, int]]:
+        """Return the classes that whole blocks are in, each with the one in which its blocks are filled."""
+        kinds = self._kinds[precision]
+        tails = [kind for kind in kinds if self.classes[kind].tail]
+        mains = [kind for kind in kinds if not self.classes[kind].tail]
+        return list(zip(mains, tails or mains, strict=True))
+
+    def _seen(self, row: BoundRow, kind: int, tail: int, position: int) -> list[int]:
         window = self.classes[kind].window
         size = self.classes[kind].shape[3]
         first = 0 if window is None else max(0, position - window + 1)
         entries: list[int] = []
         for at in range(first // size, position // size + 1):
-            if table[at] == 0:
-                raise AssertionError(f"position {position} sees block {at} of class {kind}, which is gone")
-            entries.extend(self.block(kind, table[at]))
+            own = tail if at == position // size else kind
+            slot = row.tables[own][at]
+            if slot == 0:
+                raise AssertionError(f"position {position} sees block {at} of class {own}, which is gone")
+            entries.extend(self.block(own, slot))
         shift = first // size * size
         return entries[first - shift : position + 1 - shift]

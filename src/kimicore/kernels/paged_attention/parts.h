@@ -6,73 +6,70 @@
 #pragma once
 #include <algorithm>
 #include <type_traits>
-#include "../simd.h"
+#include "call.h"
+#include "unpack.h"
 
 namespace {
 constexpr int SPLIT = 256;  // keys that share one maximum
 constexpr int SUB = 64;     // keys packed at a time
 constexpr int ROWS = 96;    // query rows (tokens * grouped heads) of a task
 
-// Products: float32, or pairs of bfloat16 where the processor multiplies those.
-struct WidePair {
-  typedef float Q;  // what a packed operand's element is
-  static constexpr int depth = 1;
-  KC_INLINE vf step(vf sum, Q a, vf b) { return fma(splat(a), b, sum); }
-};
-#if defined(__AVX512BF16__) && defined(KC_AVX512)
-#define KC_BF16_DOT 1
-struct HalfPair {
-  typedef uint32_t Q;
-  static constexpr int depth = 2;
-  KC_INLINE vf step(vf sum, Q a, vf b) {
-    return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
-  }
-};
-#endif
-
-struct Call {
-  const void *q, *kv;
-  void* out;
-  const int32_t *table, *starts, *contexts;
-  const float* bias;
-  float* importance;
-  int64_t q_token, q_head, slot_stride, table_stride, bias_stride;
-  int32_t tokens, heads, kv_heads, dim, rows, blocks, block_tokens, slots, layers, layer, window, threads;
-  float scale, softcap;
-  parallel_entry entry;
-};
-struct Task { int row, head, first, last, at; };  // tokens [first, last) of q; the first one's position
-
-thread_local Scratch scratch;
-
-// Memory is asked for ahead of its use, a line at a time between other work (asked for at once, the requests queue up and
-// nothing else goes on): values while the keys before them are packed, and the next keys, of this or of the next task, while
-// values are packed.
-struct Ahead { const Task *task, *end; int key; };
-
-// What one task keeps while it goes over its keys.
-template <class P> struct Work {
-  typename P::Q *q, *keys, *values;  // [rows][depth], [depth][SUB], [SUB / pair][padded dim]
-  float *scores, *part, *part_max, *part_sum, *sum, *max, *total;
-};
-
-template <class T, class P> struct Attention {
+// PACKED: blocks before a task's own one are read from packed ones. All queries of such a task stand in one block.
+template <class T, class P, bool PACKED> struct Attention {
   typedef typename P::Q E;
   static constexpr bool wide = std::is_same<P, WidePair>::value;
   const Call& c;
   int group, padded, depth;  // heads per kv head; dim rounded up to vectors; packed elements of a head
   int shift;                 // block_tokens = 1 << shift
+  bool even_vectors;         // no vector of a packed token's channels is filled in part, or lies in both of its halves
 
   explicit Attention(const Call& call) : c(call), group(call.heads / call.kv_heads) {
     padded = (c.dim + W - 1) / W * W;
     depth = (c.dim + P::depth - 1) / P::depth;
     shift = __builtin_ctz((unsigned)c.block_tokens);
+    even_vectors = (c.bits == 4 ? c.dim / 2 : c.dim) % (P::depth * W) == 0;
   }
 
   const T* block(const Task& t, int key, int which) const {
-    int64_t slot = c.table[t.row * c.table_stride + (key >> shift)];
+    int64_t slot = t.table[key >> shift];
     int64_t inner = ((int64_t)c.layer * 2 + which) * c.kv_heads + t.head;
     return (const T*)c.kv + slot * c.slot_stride + ((inner << shift) + (key & (c.block_tokens - 1))) * c.dim;
+  }
+  bool is_packed(const Task& t, int key) const { return PACKED && key >> shift < (end_part(t) - 1) >> shift; }
+  const uint8_t* packed_block(const Task& t, int key) const {
+    int64_t slot = c.packed_table[t.row * c.packed_table_stride + (key >> shift)];
+    return c.packed + slot * c.packed_stride + c.layer * c.layer_bytes;
+  }
+  int64_t token(const Task& t, int key) const { return ((int64_t)t.head << shift) + (key & (c.block_tokens - 1)); }
+  const f16* key_scales(const Task& t, int key) const {
+    return (const f16*)(packed_block(t, key) + c.key_scales) + (int64_t)t.head * 2 * c.dim;
+  }
+  const f16* value_scales(const Task& t, int key) const {
+    return (const f16*)(packed_block(t, key) + c.value_scales) + 2 * token(t, key);
+  }
+  const uint8_t* codes(const Task& t, int key, int which) const {
+    return packed_block(t, key) + which * c.value_codes + token(t, key) * (c.dim * c.bits / 8);
+  }
+  // Where memory of W keys or values begins, in the form in which it is kept, and how much 64 bytes of T take there.
+  const char* raw(const Task& t, int key, int which) const {
+    if constexpr (PACKED)
+      if (is_packed(t, key)) return (const char*)codes(t, key, which);
+    return (const char*)block(t, key, which);
+  }
+  size_t hop() const { return PACKED ? 8 * c.bits / sizeof(T) : 64; }
+  // W keys or values of one block as rows of T; the next call overwrites those that are packed.
+  const T* tokens(const Task& t, int key, int which) const {
+    if constexpr (PACKED)
+      if (is_packed(t, key)) {
+        T* to = (T*)unpacked.data;
+        if (which == 0) __builtin_prefetch(value_scales(t, key), 0, 2);
+        if (which == 0 && c.bits == 8) unpack_keys<8>(codes(t, key, 0), key_scales(t, key), c.dim, to);
+        else if (which == 0) unpack_keys<4>(codes(t, key, 0), key_scales(t, key), c.dim, to);
+        else if (c.bits == 8) unpack_values<8>(codes(t, key, 1), value_scales(t, key), c.dim, to);
+        else unpack_values<4>(codes(t, key, 1), value_scales(t, key), c.dim, to);
+        return to;
+      }
+    return block(t, key, which);
   }
   // The next W keys that a thread will need and has not asked for.
   const char* ask(Ahead& ahead) const {
@@ -80,7 +77,12 @@ template <class T, class P> struct Attention {
       if (++ahead.task < ahead.end) ahead.key = lowest(ahead.task->at) & ~(W - 1);
     if (ahead.task >= ahead.end) return nullptr;
     ahead.key += W;
-    return (const char*)block(*ahead.task, ahead.key - W, 0);
+    if constexpr (PACKED) {
+      const int key = ahead.key - W;
+      if (is_packed(*ahead.task, key) && (key & (c.block_tokens - 1)) == 0)
+        for (int d = 0; d < 2 * c.dim; d += 32) __builtin_prefetch(key_scales(*ahead.task, key) + d, 0, 2);
+    }
+    return raw(*ahead.task, ahead.key - W, 0);
   }
   int position(const Task& t, int r) const { return t.at + r / group; }
   int lowest(int position) const { return c.window > 0 && position >= c.window ? position - c.window + 1 : 0; }
@@ -91,7 +93,7 @@ template <class T, class P> struct Attention {
     float* p = (float*)scratch.need((q + 2 * k + s + 2 * acc + 4 * few) * 4);
     Work<P> w;
     auto take = [&p](size_t n) { float* at = p; p += (n + W - 1) / W * W; return at; };
-    if (!p) { w.q = nullptr; return w; }
+    if (!p || (PACKED && !unpacked.need((size_t)W * padded * 4))) { w.q = nullptr; return w; }
     w.q = (E*)take(q); w.keys = (E*)take(k); w.values = (E*)take(k);
     w.scores = take(s); w.part = take(acc); w.sum = take(acc);
     w.part_max = take(few); w.part_sum = take(few); w.max = take(few); w.total = take(few);
@@ -113,12 +115,30 @@ template <class T, class P> struct Attention {
 
   // Keys [low, high) of the SUB keys from `base`, transposed to [depth][SUB]; lanes of other keys are zeros.
   void pack_keys(const Task& t, int base, int low, int high, E* to) const {
+    const size_t hop = this->hop();
     for (int k = 0; k < SUB; k += W) {
       const int first = std::max(low - base - k, 0), stop = std::min(high - base - k, W);
       if (first >= W || stop <= 0) continue;
-      const char* value = (const char*)block(t, base + k, 1);
-      const T* from = block(t, base + k, 0);  // W keys of one block
+      const char* value = raw(t, base + k, 1);
       const int dim = c.dim, depth = this->depth;  // known to the compiler not to change by the stores below
+      if constexpr (PACKED)
+        if (first == 0 && stop == W && even_vectors && is_packed(t, base + k)) {
+          __builtin_prefetch(value_scales(t, base + k), 0, 2);
+          const uint8_t* from = codes(t, base + k, 0);
+          const f16* scales = key_scales(t, base + k);
+          for (int d = 0; d < depth; d += W) {
+            vf r[W];
+            if (c.bits == 8) key_lanes<8, !wide, T>(from, scales, dim, P::depth * d, r);
+            else key_lanes<4, !wide, T>(from, scales, dim, P::depth * d, r);
+            transpose(r);
+            for (int i = 0; i < W; i++, value += hop) {
+              store((float*)to + (size_t)(d + i) * SUB + k, r[i]);
+              __builtin_prefetch(value, 0, 2);
+            }
+          }
+          continue;
+        }
+      const T* from = tokens(t, base + k, 0);  // W keys of one block
       for (int d = 0; d < depth; d += W) {
         const int left = dim - P::depth * d;
         vf r[W];
@@ -128,7 +148,7 @@ template <class T, class P> struct Attention {
           for (int i = 0; i < W; i++) r[i] = i >= first && i < stop ? lanes_part(from + i * dim + P::depth * d, left) : vf{};
         }
         transpose(r);
-        for (int i = 0; i < W && d + i < depth; i++, value += 64) {
+        for (int i = 0; i < W && d + i < depth; i++, value += hop) {
           store((float*)to + (size_t)(d + i) * SUB + k, r[i]);
           __builtin_prefetch(value, 0, 2);
         }
@@ -153,9 +173,21 @@ template <class T, class P> struct Attention {
   void pack_values(const Task& t, int base, int low, int high, E* to, Ahead& ahead) const {
     const int dim = c.dim, padded = this->padded;
     for (int run = low & ~(W - 1); run < high; run += W) {
-      const T* from = block(t, run, 1);  // W keys of one block
+      const T* from = PACKED ? nullptr : block(t, run, 1);  // W keys of one block
       const char* next = ask(ahead);
-      const size_t step = next ? 64 : 0;
+      const size_t step = next ? hop() : 0;
+      if constexpr (PACKED) {
+        if (run >= low && run + W <= high && even_vectors && is_packed(t, run)) {
+          const uint8_t* packed = codes(t, run, 1);
+          const f16* scales = value_scales(t, run);
+          float* row = (float*)to + (size_t)(run - base) / P::depth * padded;
+          if (!next) next = (const char*)packed;
+          if (c.bits == 8) value_lanes<8, !wide, T>(packed, scales, dim, row, padded, next, step);
+          else value_lanes<4, !wide, T>(packed, scales, dim, row, padded, next, step);
+          continue;
+        }
+        from = tokens(t, run, 1);
+      }
       if (!next) next = (const char*)from;
       for (int key = std::max(run, low & ~(P::depth - 1)); key < std::min(run + W, high); key += P::depth) {
         const T* even = from + (size_t)(key - run) * dim;

@@ -13,6 +13,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from kimicore.kernels.paged_attention.reference import check_head_tables, check_single_queries
+
 __all__ = ["KEYS", "QUERIES", "paged_attention"]
 
 QUERIES: Final = 16
@@ -23,7 +25,11 @@ def _keys_and_values(kv: Tensor, layer: int, table: Tensor, low: int, high: int,
     """Return keys and values [2, KH, KEYS, D] of positions from ``start`` on; zeros outside of [low, high)."""
     block_tokens = kv.shape[4]
     first, last = low // block_tokens, -(-high // block_tokens)
-    blocks = kv[table[first:last].long(), layer].permute(1, 2, 0, 3, 4).flatten(2, 3)
+    slots = table[..., first:last].long()
+    if slots.dim() == 2:  # a table per head
+        blocks = kv[slots, layer, :, torch.arange(kv.shape[3]).unsqueeze(1)].permute(2, 0, 1, 3, 4).flatten(2, 3)
+    else:
+        blocks = kv[slots, layer].permute(1, 2, 0, 3, 4).flatten(2, 3)
     at = first * block_tokens
     out = torch.zeros(2, kv.shape[3], KEYS, kv.shape[5])
     out[:, :, low - start : high - start] = blocks[:, :, low - at : high - at]
@@ -94,6 +100,8 @@ def paged_attention(
     """See :func:`kimicore.kernels.paged_attention.reference.paged_attention`."""
     out = torch.zeros(q.shape, dtype=q.dtype)
     block_tokens = kv.shape[4]
+    check_head_tables(block_table, kv.shape[3], window, importance)
+    check_single_queries(block_table, row_starts, contexts)
     for row, context in enumerate(contexts.tolist()):
         start, end = int(row_starts[row]), int(row_starts[row + 1])
         if end <= start or context <= 0:

@@ -1,0 +1,1 @@
+"""The operation ``choose_blocks``: reference, and native where it is faster."""

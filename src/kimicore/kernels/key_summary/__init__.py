@@ -1,0 +1,1 @@
+"""The operation ``key_summary``: reference, and native where it is faster."""
