@@ -27,7 +27,7 @@ __all__ = ["LowerTiers", "lower_tiers"]
 
 DEFAULT_DISK_BYTES = 8 << 30
 LEAST_DISK_BYTES = 16 << 20
-STAGING_BYTES = 64 << 20
+STAGING_BYTES = 128 << 20
 
 
 @frozen

@@ -232,7 +232,9 @@ class Tiers:
             if short <= 0 or self.queued_bytes >= QUEUED_BYTES:
                 break
             moves: list[BlockMove] = []
-            for key in host.next_victims(kind, BATCH if self.sinking else min(BATCH, -(-short // unit)), now_s):
+            # As many as the queue takes: a step, or a load, can bring more than one transfer of them.
+            most = -(-(QUEUED_BYTES - self.queued_bytes) // host.block_bytes[kind])
+            for key in host.next_victims(kind, most if self.sinking else min(most, -(-short // unit)), now_s):
                 if key not in disk and self._admits(key):
                     moves.append(BlockMove(kind, key, host.slots[kind][key], 0))
                 elif not self.sinking:
@@ -242,8 +244,7 @@ class Tiers:
                 else:
                     continue
                 short -= unit
-            if moves:
-                found.append(self.send("host", "disk", moves))
+            found += [self.send("host", "disk", moves[at : at + BATCH]) for at in range(0, len(moves), BATCH)]
         return found
 
     def moving(self, kind: int, key: BlockKey) -> bool:

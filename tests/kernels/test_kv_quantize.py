@@ -136,7 +136,8 @@ def test_what_is_not_finite_is_seen(op: Any, bits: int, bad: float) -> None:
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.5, -3.0, 0.1, -0.1, 1e-9, -1e-9, 1e-40, 6e-8, 40000.0, MOST, -MOST])
 def test_constant_groups(op: Any, bits: int, value: float) -> None:
-    """A group of one number comes back as it is where float16 holds it, else within half of a small step."""
+    """ggml-org/llama.cpp#7313: a group of one number, however small, has finite scales; it comes back as it is where
+    float16 holds it, else within half of a small step."""
     block = torch.full((2, 1, 16, 6), value)
     codes, minimum, step = unpacked(quantized(op, block, bits), (1, 16, 6), bits)
     if float(torch.tensor(value).half()) == value:

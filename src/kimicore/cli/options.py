@@ -42,6 +42,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
     parser.add_argument("--kv-device-bytes", metavar="SIZE", help="size of the KV arena, such as 512MiB")
+    parser.add_argument("--kv-precision", default="full", help="of the KV: full, int8 or int4")
     parser.add_argument("--kv-host-bytes", metavar="SIZE", help="size of a second tier of the KV cache in host memory")
     parser.add_argument("--kv-disk-dir", metavar="DIR", help="folder of a third tier, which outlives the process")
     parser.add_argument("--kv-disk-bytes", metavar="SIZE", help="bytes that it may take (default: up to 8GiB)")
@@ -62,6 +63,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         dtype=options.dtype,
         threads=options.threads,
         kv_device_bytes=options.kv_device_bytes,
+        kv_precision=options.kv_precision,
         kv_host_bytes=options.kv_host_bytes,
         kv_disk_dir=options.kv_disk_dir,
         kv_disk_bytes=options.kv_disk_bytes,

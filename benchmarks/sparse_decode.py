@@ -1,0 +1,513 @@
+"""Sparse decoding beside full attention: what it finds and loses, and how much faster it is: one JSON line per row.
+
+    python benchmarks/sparse_decode.py [--model smollm2-135m-instruct] [--cases needle,perplexity,speed]
+
+The runner is driven directly, so that any token can be asked as generated tokens are: as a query of its own that reads
+``--shares`` of the blocks in layers with full attention. Contexts before it are computed with full attention, as
+prompts always are. ``--choices`` are ways to choose blocks: "bounds" is the engine's own; "bounds-8" is the same with
+the last 8 blocks always kept instead of 2; "latest" takes the first block and the last ones, as many in all; "exact"
+takes those that get the most attention, which needs every key and shows what an estimate could reach. "+2" behind one
+of them: the first two layers read all blocks.
+
+``needle``: in a text of ``--lengths`` tokens one sentence tells the secret number of somebody, at a depth of 0.1 to
+0.9, and the text ends with a question for it. Variant "answer": the question is part of the prompt, and what is
+generated is sparse (the first token is not, it comes of the prompt's last query; that is the space before the digits).
+Variant "question": the question's tokens are sparse queries as well. A row has the share of numbers found.
+``perplexity``: ``--targets`` tokens after contexts of ``--lengths`` tokens, each a sparse query, the same targets for
+every length: perplexity, its change against full attention and the standard error of the paired difference. The rows
+"full" of both cases read all blocks; "check" has the largest difference of a log-probability, over the first targets,
+between share 1 through the choice of blocks and a step that is not sparse. ``speed``: milliseconds per step with
+``--speed-tokens`` tokens of context in every row, medians of ``--steps`` steps; shares take turns. Run it alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from attrs import define, evolve, field, frozen
+from torch import Tensor
+
+import kimicore
+from engine import TEXT, machine
+from kimicore.assembly import assemble, choose_dtype
+from kimicore.kernels.ops import ChooseBlocksOp
+from kimicore.sampling_params import SamplingParams
+from kimicore.types import BoundRow, BoundStep, RowPlan, Shape
+
+SIZE = 16  # tokens of a block
+CHUNK = 512
+DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
+NAMES = ("Marion", "Victor", "Helena", "Oscar", "Teresa", "Julian", "Bertha", "Felix", "Gloria", "Hugo")
+ANSWER_TOKENS = 8
+CHECKED = 4
+
+
+@define(eq=False)
+class Row:
+    """A sequence: the ids that are known, how many are computed, and its block slots per KV class."""
+
+    known: list[int]
+    tables: tuple[list[int], ...]
+    computed: int = 0
+    prompt_tokens: int = 0
+    share: float | None = None
+    made: list[int] = field(factory=list)
+
+
+def latest_blocks(
+    q: Tensor,
+    summary: Tensor,
+    layer: int,
+    block_table: Tensor,
+    contexts: Tensor,
+    keep: Tensor,
+    *,
+    block_tokens: int,
+    scale: float,
+    first: int = 1,
+    recent: int = 2,
+) -> tuple[Tensor, Tensor]:
+    """Choose the first block and the latest ones, as many in all as ``choose_blocks`` does."""
+    found, shrunk = [], []
+    for row, (context, most) in enumerate(zip(contexts.tolist(), keep.tolist(), strict=True)):
+        blocks = -(-context // block_tokens)
+        kept = min(blocks, max(most, first + recent))
+        table = block_table[row]
+        found.append(torch.cat((table[:first], table[blocks - kept + first : blocks])))
+        shrunk.append(context - (blocks - kept) * block_tokens)
+    chosen = torch.nn.utils.rnn.pad_sequence(found, batch_first=True)
+    wide = chosen.unsqueeze(1).expand(-1, summary.shape[2], -1).contiguous()
+    return wide, torch.tensor(shrunk, dtype=torch.int32)
+
+
+def exact_blocks(
+    kv: Tensor,
+    q: Tensor,
+    summary: Tensor,
+    layer: int,
+    block_table: Tensor,
+    contexts: Tensor,
+    keep: Tensor,
+    *,
+    block_tokens: int,
+    scale: float,
+    first: int = 1,
+    recent: int = 2,
+) -> tuple[Tensor, Tensor]:
+    """Choose the blocks that get the most attention, which takes every key to know: what an estimate could reach."""
+    kv_heads, found, shrunk = summary.shape[2], [], []
+    for row, (context, most) in enumerate(zip(contexts.tolist(), keep.tolist(), strict=True)):
+        blocks = -(-context // block_tokens)
+        kept = min(blocks, max(most, first + recent))
+        slots = block_table[row, :blocks].long()
+        keys = kv[slots, layer, 0].transpose(0, 1).flatten(1, 2)[:, :context].float()  # [KH, tokens, D]
+        heads = q[row].float().view(kv_heads, -1, q.shape[2])
+        mass = torch.zeros(kv_heads, blocks * block_tokens)
+        mass[:, :context] = (scale * heads @ keys.transpose(1, 2)).softmax(dim=-1).sum(dim=1)
+        of_block = mass.view(kv_heads, blocks, block_tokens).sum(dim=-1)
+        of_block[:, :first] = of_block[:, blocks - recent :] = torch.inf
+        at = of_block.topk(kept, dim=1).indices.sort(dim=1).values
+        found.append(block_table[row][at].T)
+        shrunk.append(context - (blocks - kept) * block_tokens)
+    table = torch.nn.utils.rnn.pad_sequence(found, batch_first=True).transpose(1, 2).contiguous()
+    return table, torch.tensor(shrunk, dtype=torch.int32)
+
+
+def chosen_whole(
+    op: ChooseBlocksOp,
+    q: Tensor,
+    summary: Tensor,
+    layer: int,
+    block_table: Tensor,
+    contexts: Tensor,
+    keep: Tensor,
+    **how: Any,
+) -> tuple[Tensor, Tensor]:
+    """Choose every block."""
+    return op(q, summary, layer, block_table, contexts, torch.full_like(keep, block_table.shape[1]), **how)
+
+
+class Bench:
+    """A runner with an arena whose slots are given out here, and token ids of a text."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        settings = kimicore.EngineConfig(
+            dtype=options.dtype, sparse_decode=True, prefix_cache=False, kv_device_bytes=options.arena
+        )
+        loop = assemble(options.model, settings, None)
+        self.runner, self.tokenizer = loop.runner, loop.tokenizer
+        self.model, self.arena, self.packer = self.runner._model, self.runner._arena, self.runner._packer
+        self.text = self.tokenizer.encode(TEXT.read_text(), add_bos=False)
+        self.begin = [self.tokenizer.bos_id] if self.tokenizer.add_bos else []
+        self.free: list[list[int]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Take every slot back: slabs are split between the KV classes by the size of their blocks."""
+        arena = self.arena
+        whole = sum(one.block_bytes for one in arena.classes)
+        self.free, slab = [], 1
+        for one, per in zip(arena.classes, arena.blocks_per_slab, strict=True):
+            slabs = (arena.slabs - 1) * one.block_bytes // whole
+            self.free.append(list(range(slab * per, (slab + slabs) * per))[::-1])
+            slab += slabs
+
+    def take(self, tokens: int) -> tuple[list[int], ...]:
+        """Return slots for so many tokens, per KV class."""
+        return tuple([[free.pop() for _ in range(-(-tokens // SIZE))] for free in self.free])
+
+    def choose(self, choice: str) -> None:
+        """Have blocks chosen in this way from here on."""
+        whole = evolve(self.model.ops, choose_blocks=partial(chosen_whole, self.model.ops.choose_blocks))
+        found = []
+        for index, layer in enumerate(self.model._attention):
+            name, _, dense = choice.partition("+")
+            ops = self.model.ops
+            if name == "latest":
+                ops = evolve(ops, choose_blocks=latest_blocks)
+            elif name == "exact":
+                ops = evolve(ops, choose_blocks=partial(exact_blocks, self.arena.views[layer.group]))
+            elif name != "bounds":
+                ops = evolve(ops, choose_blocks=partial(ops.choose_blocks, recent=int(name.removeprefix("bounds-"))))
+            found.append(evolve(layer, ops=whole if index < int(dense or 0) else ops))
+        self.model._attention = found
+
+    def branch(self, row: Row, known: Sequence[int], more: int, share: float | None = None) -> Row:
+        """Return a row that shares the whole blocks of what ``row`` has computed, with room for ``more`` tokens."""
+        whole = row.computed // SIZE
+        tails = self.take(row.computed % SIZE + more)
+        if row.computed % SIZE:
+            for view, table, tail in zip(self.arena.views, row.tables, tails, strict=True):
+                view[tail[0]].copy_(view[table[whole]])
+        tables = tuple([table[:whole] + tail for table, tail in zip(row.tables, tails, strict=True)])
+        return Row(list(known), tables, row.computed, row.computed, share)
+
+    def step(self, rows: Sequence[Row], count: int = 1, *, sample: bool = True) -> BoundStep:
+        """Return a step that computes ``count`` tokens of every row."""
+        bound = []
+        for number, row in enumerate(rows):
+            plan = RowPlan(number, row.computed, count, logits_at="last" if sample else "none")
+            bound.append(
+                BoundRow(
+                    plan,
+                    row.known,
+                    row.prompt_tokens,
+                    row.tables,
+                    sample,
+                    SamplingParams(temperature=0.0),
+                    0,
+                    0,
+                    (),
+                    row.computed + count,
+                    share=row.share,
+                )
+            )
+        widest = max(len(table) for row in rows for table in row.tables)
+        return BoundStep(0, tuple(bound), Shape(count * len(rows), len(rows), widest))
+
+    def logits(self, rows: Sequence[Row], among: Sequence[int] | None = None) -> Tensor:
+        """Compute a token of every row, all of which read alike, and return the logits of these rows."""
+        with torch.inference_mode():
+            batch = self.packer.pack(self.step(rows))
+            hidden = self.model.forward(batch, self.arena.views, (), self.arena.summaries)
+            return self.model.logits(hidden if among is None else hidden[list(among)])
+
+    def mark(self) -> list[list[int]]:
+        """Return which slots are free now, for :meth:`restore`."""
+        return [list(free) for free in self.free]
+
+    def restore(self, mark: list[list[int]]) -> None:
+        """Take back what was taken since then."""
+        self.free = mark
+
+    def prefill(self, row: Row, tokens: int) -> None:
+        """Compute the row's first ``tokens`` tokens with full attention."""
+        while row.computed < tokens:
+            count = min(CHUNK, tokens - row.computed)
+            self.runner.run(self.step([row], count, sample=False))
+            row.computed += count
+
+    def window(self, end: int, tokens: int, more: int = 0) -> list[int]:
+        """Return the ``tokens`` ids before place ``end`` of the text (a begin token counts), and ``more`` behind it."""
+        low = end - tokens + len(self.begin)
+        return [*self.begin, *self.text[low : end + more]]
+
+
+def say(**row: Any) -> None:
+    """Print a row."""
+    print(json.dumps(row), flush=True)
+
+
+# ---------------------------------------------------------------- needle
+
+
+@frozen
+class Needle:
+    """A row whose text tells a number at a depth, and what to ask for it."""
+
+    row: Row
+    depth: float
+    name: str
+    secret: str
+
+
+def planted(bench: Bench, length: int, number: int) -> list[Needle]:
+    """Return a text of ``length`` tokens with one sentence in it that tells a number, once for each depth.
+
+    What comes before the sentence is computed once for all depths.
+    """
+    chance = random.Random(1_000 * length + number)
+    encode = bench.tokenizer.encode
+    start = (4_111 * number) % (len(bench.text) - length)
+    filler = [*bench.begin, *bench.text[start : start + length]]
+    stop = encode(".", add_bos=False)[0]
+    base, found = Row(filler, bench.take(length)), []
+    for depth, name in zip(DEPTHS, chance.sample(NAMES, len(DEPTHS)), strict=True):
+        secret = str(chance.randrange(10_000, 100_000))
+        fact = encode(f" The secret number of {name} is {secret}.", add_bos=False)
+        place = int(depth * (length - len(fact)))
+        place = next((at + 1 for at in range(place, min(place + 64, len(filler))) if filler[at] == stop), place)
+        bench.prefill(base, place)
+        ids = [*filler[:place], *fact, *filler[place:]][:length]
+        row = bench.branch(base, ids, length - place)
+        bench.prefill(row, length)
+        found.append(Needle(row, depth, name, secret))
+    return found
+
+
+def ask(bench: Bench, rows: Sequence[Row]) -> list[str]:
+    """Answer every row greedily, a token a step, and return the texts."""
+    while left := [row for row in rows if len(row.made) < ANSWER_TOKENS]:
+        done = [at for at, row in enumerate(left) if row.computed + 1 == len(row.known)]
+        best = iter(bench.logits(left, done).argmax(dim=-1).tolist())
+        for at, row in enumerate(left):
+            row.computed += 1
+            if at in done:
+                row.made.append(next(best))
+                row.known.append(row.made[-1])
+    return [bench.tokenizer.decode(row.made) for row in rows]
+
+
+def questions(bench: Bench, variant: str, needles: Sequence[Needle]) -> list[tuple[Row, Needle]]:
+    """Return a row for every needle and share that asks for the number."""
+    asked = []
+    for one in needles:
+        question = bench.tokenizer.encode(f"\n\nThe secret number of {one.name} is", add_bos=False)
+        base = bench.branch(one.row, one.row.known + question, len(question))
+        if variant == "answer":  # the question as a prompt has it; its last token gives the first answer
+            bench.prefill(base, len(base.known) - 1)
+        for share in (1.0, *bench.options.shares):
+            row = bench.branch(base, base.known, len(question) + ANSWER_TOKENS, share)
+            row.prompt_tokens = len(row.known) if variant == "answer" else row.computed
+            asked.append((row, one))
+    return asked
+
+
+def needle(options: argparse.Namespace, bench: Bench) -> None:
+    """Case ``needle``."""
+    for length in options.lengths:
+        bench.reset()
+        needles = [one for number in range(options.needles) for one in planted(bench, length, number)]
+        for variant, choice in itertools.product(options.variants, options.choices):
+            mark = bench.mark()
+            asked = questions(bench, variant, needles)
+            bench.choose(choice)
+            made = ask(bench, [row for row, _ in asked])
+            bench.choose("bounds")
+            bench.restore(mark)
+            for share in (1.0, *options.shares):
+                if share == 1.0 and choice != options.choices[0]:
+                    continue
+                hits: dict[float, list[bool]] = {depth: [] for depth in DEPTHS}
+                for (row, one), text in zip(asked, made, strict=True):
+                    if row.share == share:
+                        hits[one.depth].append(one.secret in text)
+                say(
+                    case="needle",
+                    model=options.model,
+                    length=length,
+                    variant=variant,
+                    choice="full" if share == 1.0 else choice,
+                    share=share,
+                    found=round(statistics.fmean(one for depth in hits.values() for one in depth), 3),
+                    of=sum(map(len, hits.values())),
+                    by_depth={str(depth): round(statistics.fmean(one), 2) for depth, one in hits.items()},
+                )
+
+
+# ---------------------------------------------------------------- perplexity
+
+
+def target_scores(bench: Bench, rows: Sequence[Row], context: int, targets: int) -> Tensor:
+    """Return the log-probabilities [targets, rows] of the tokens behind the context, every query on its own."""
+    found = []
+    for target in range(targets):
+        logits = bench.logits(rows)
+        following = torch.tensor([row.known[context + target] for row in rows])
+        found.append(logits.log_softmax(dim=-1).gather(1, following[:, None])[:, 0])
+        for row in rows:
+            row.computed += 1
+    return torch.stack(found).double()
+
+
+def perplexity(options: argparse.Namespace, bench: Bench) -> None:
+    """Case ``perplexity``."""
+    most, ways = max(options.lengths), (1.0, *options.shares)
+    apart = (len(bench.text) - options.targets - most) // max(1, options.texts - 1)
+    for length in options.lengths:
+        bench.reset()
+        bench.choose("bounds")
+        texts = []
+        for number in range(options.texts):
+            ids = bench.window(most + apart * number, length, options.targets)
+            texts.append(Row(ids, bench.take(length)))
+            bench.prefill(texts[-1], length - 1)
+        check_full(bench, texts, length)
+        full = None
+        for choice in options.choices:
+            mark = bench.mark()
+            bench.choose(choice)
+            wanted = ways if full is None else options.shares
+            rows = [bench.branch(text, text.known, options.targets + 1, share) for share in wanted for text in texts]
+            found = target_scores(bench, rows, length, options.targets).unflatten(1, (len(wanted), len(texts)))
+            bench.restore(mark)
+            full = found[:, 0] if full is None else full
+            for at, share in enumerate(wanted):
+                say(
+                    case="perplexity",
+                    model=options.model,
+                    length=length,
+                    choice="full" if share == 1.0 else choice,
+                    share=share,
+                    **beside(found[:, at], full),
+                )
+    bench.choose("bounds")
+
+
+def beside(found: Tensor, full: Tensor) -> dict[str, Any]:
+    """Return what log-probabilities say, and say beside those of full attention."""
+    worse = full - found
+    return {
+        "targets": found.numel(),
+        "perplexity": round(math.exp(-float(found.mean())), 4),
+        "change_percent": round(100 * math.expm1(float(worse.mean())), 3),
+        "standard_error_percent": round(100 * float(worse.std()) / math.sqrt(worse.numel()), 3),
+    }
+
+
+def check_full(bench: Bench, texts: Sequence[Row], length: int) -> None:
+    """Print the row "check"."""
+    mark, found = bench.mark(), []
+    for share in (None, 1.0):
+        rows = [bench.branch(text, text.known, CHECKED + 1, share) for text in texts]
+        found.append(target_scores(bench, rows, length, CHECKED))
+    bench.restore(mark)
+    largest = float((found[0] - found[1]).abs().max())
+    say(case="perplexity", model=bench.options.model, length=length, check="share 1", largest_difference=largest)
+
+
+# ---------------------------------------------------------------- speed
+
+
+def copied(bench: Bench, row: Row, tokens: int) -> Row:
+    """Return a row with the same tokens in blocks of its own, so that rows read different memory."""
+    tables = bench.take(len(row.known))
+    for kind, (view, summary) in enumerate(zip(bench.arena.views, bench.arena.summaries, strict=True)):
+        for source, target in zip(row.tables[kind], tables[kind], strict=True):
+            view[target].copy_(view[source])
+            if summary is not None:
+                summary[target].copy_(summary[source])
+    return Row(list(row.known), tables, tokens, tokens)
+
+
+def speed(options: argparse.Namespace, bench: Bench) -> None:
+    """Case ``speed``."""
+    for tokens in options.speed_tokens:
+        bench.reset()
+        ids = bench.window(tokens, tokens, 2)
+        first = Row(ids, bench.take(len(ids)))
+        bench.prefill(first, tokens)
+        every = [copied(bench, first, tokens) for _ in range(max(options.rows))]
+        for count in options.rows:
+            rows = every[:count]
+            times: dict[float | None, list[float]] = {None: [], **{share: [] for share in options.shares}}
+            for turn in range(options.steps + 2):
+                for share, taken in times.items():
+                    for row in rows:
+                        row.share = share
+                    result = bench.runner.run(bench.step(rows))
+                    if turn > 1:
+                        taken.append(result.step_s)
+            middle = {share: statistics.median(taken) for share, taken in times.items()}
+            for share, taken_s in middle.items():
+                say(
+                    case="speed",
+                    model=options.model,
+                    tokens=tokens,
+                    rows=count,
+                    share=share or 1,
+                    step_ms=round(1000 * taken_s, 3),
+                    fastest_ms=round(1000 * min(times[share]), 3),
+                    speedup=round(middle[None] / taken_s, 2),
+                )
+
+
+CASES = {"needle": needle, "perplexity": perplexity, "speed": speed}
+
+
+def numbers(text: str) -> list[int]:
+    """Return the numbers of "1000,2000"."""
+    return [int(one) for one in text.split(",")]
+
+
+def shares(text: str) -> list[float]:
+    """Return the numbers of "0.5,0.25"."""
+    return [float(one) for one in text.split(",")]
+
+
+def words(text: str) -> list[str]:
+    """Return the words of "bounds,latest"."""
+    return text.split(",")
+
+
+def main() -> None:
+    """Run the cases that were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES)}")
+    parser.add_argument("--shares", type=shares, default=[0.5, 0.25, 0.125], help="of the blocks")
+    parser.add_argument("--choices", type=words, default=["bounds", "latest"], help="such as bounds,bounds-8,latest")
+    parser.add_argument("--variants", type=words, default=["answer", "question"], help="of needle")
+    parser.add_argument("--needles", type=int, default=4, help="of needle, at each depth")
+    parser.add_argument("--lengths", type=numbers, default=[1_000, 2_000, 4_000, 7_000], help="of needle, perplexity")
+    parser.add_argument("--texts", type=int, default=6, help="of perplexity")
+    parser.add_argument("--targets", type=int, default=512, help="of perplexity, in each text")
+    parser.add_argument("--speed-tokens", type=numbers, default=[7_000], help="of speed")
+    parser.add_argument("--rows", type=numbers, default=[1, 8], help="of speed")
+    parser.add_argument("--steps", type=int, default=32, help="of speed")
+    parser.add_argument("--arena", default="3GiB")
+    options = parser.parse_args()
+    unknown = set(options.cases.split(",")) - set(CASES)
+    if unknown:
+        parser.error(f"unknown cases: {', '.join(sorted(unknown))}")
+    torch.set_num_threads(options.threads)
+    say(case="machine", **machine(), dtype=str(choose_dtype(options.dtype)).removeprefix("torch."))
+    bench = Bench(options)
+    for name in options.cases.split(","):
+        CASES[name](options, bench)
+
+
+if __name__ == "__main__":
+    main()
