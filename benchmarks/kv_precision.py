@@ -55,7 +55,8 @@ class Bench:
         self.loop = self.engine.face.loop
         tokenizer = self.loop.tokenizer
         self.text = tokenizer.encode(TEXT.read_text(), add_bos=False)
-        self.begin = [tokenizer.bos_id] if tokenizer.add_bos else []
+        bos = tokenizer.bos_id
+        self.begin = [bos] if tokenizer.add_bos and bos is not None else []
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -109,9 +110,9 @@ async def scores(bench: Bench, tokens: int, windows: int, precision: str) -> Sco
     found: Scores = ([], [], [])
     for window in range(windows):
         ids = bench.window(apart * window, tokens)
-        how = {"max_tokens": 1, "prompt_logprobs": 1, "kv_precision": precision}
-        for one in (await bench.engine.generate(ids, **GREEDY, **how)).prompt_logprobs[1:]:
-            found[0].append(one.logprob)
+        how: dict[str, Any] = {"max_tokens": 1, "prompt_logprobs": 1, "kv_precision": precision}
+        for one in ((await bench.engine.generate(ids, **GREEDY, **how)).prompt_logprobs or ())[1:]:
+            found[0].append(float(one.logprob or 0.0))
             found[1].append(one.top[0].token_id == one.token_id)
             found[2].append(one.top[0].token_id)
     return found

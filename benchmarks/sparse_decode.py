@@ -6,8 +6,9 @@ The runner is driven directly, so that any token can be asked as generated token
 ``--shares`` of the blocks in layers with full attention. Contexts before it are computed with full attention, as
 prompts always are. ``--choices`` are ways to choose blocks: "bounds" is the engine's own; "bounds-8" is the same with
 the last 8 blocks always kept instead of 2; "latest" takes the first block and the last ones, as many in all; "exact"
-takes those that get the most attention, which needs every key and shows what an estimate could reach. "+2" behind one
-of them: the first two layers read all blocks.
+takes those that get the most attention, which needs every key and shows what an estimate could reach; "narrow-0.25" is
+the engine's bound with the range of keys in a block taken as a quarter as wide. "+2" behind one of them: the first two
+layers read all blocks.
 
 ``needle``: in a text of ``--lengths`` tokens one sentence tells the secret number of somebody, at a depth of 0.1 to
 0.9, and the text ends with a question for it. Variant "answer": the question is part of the prompt, and what is
@@ -28,9 +29,9 @@ import json
 import math
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from attrs import define, evolve, field, frozen
@@ -40,6 +41,7 @@ import kimicore
 from engine import TEXT, machine
 from kimicore.assembly import assemble, choose_dtype
 from kimicore.kernels.ops import ChooseBlocksOp
+from kimicore.runner import ModelRunner
 from kimicore.sampling_params import SamplingParams
 from kimicore.types import BoundRow, BoundStep, RowPlan, Shape
 
@@ -89,8 +91,8 @@ def latest_blocks(
     return wide, torch.tensor(shrunk, dtype=torch.int32)
 
 
-def exact_blocks(
-    kv: Tensor,
+def best_blocks(
+    weigh: Callable[[Tensor, Tensor, int, int], Tensor],
     q: Tensor,
     summary: Tensor,
     layer: int,
@@ -103,23 +105,37 @@ def exact_blocks(
     first: int = 1,
     recent: int = 2,
 ) -> tuple[Tensor, Tensor]:
-    """Choose the blocks that get the most attention, which takes every key to know: what an estimate could reach."""
+    """Choose the blocks that ``weigh(heads * scale, slots, layer, context)`` gives the largest [KH, blocks]."""
     kv_heads, found, shrunk = summary.shape[2], [], []
     for row, (context, most) in enumerate(zip(contexts.tolist(), keep.tolist(), strict=True)):
         blocks = -(-context // block_tokens)
         kept = min(blocks, max(most, first + recent))
         slots = block_table[row, :blocks].long()
-        keys = kv[slots, layer, 0].transpose(0, 1).flatten(1, 2)[:, :context].float()  # [KH, tokens, D]
-        heads = q[row].float().view(kv_heads, -1, q.shape[2])
-        mass = torch.zeros(kv_heads, blocks * block_tokens)
-        mass[:, :context] = (scale * heads @ keys.transpose(1, 2)).softmax(dim=-1).sum(dim=1)
-        of_block = mass.view(kv_heads, blocks, block_tokens).sum(dim=-1)
-        of_block[:, :first] = of_block[:, blocks - recent :] = torch.inf
-        at = of_block.topk(kept, dim=1).indices.sort(dim=1).values
+        weights = weigh(scale * q[row].float().view(kv_heads, -1, q.shape[2]), slots, layer, context)
+        weights[:, :first] = weights[:, blocks - recent :] = torch.inf
+        at = weights.topk(kept, dim=1).indices.sort(dim=1).values
         found.append(block_table[row][at].T)
         shrunk.append(context - (blocks - kept) * block_tokens)
-    table = torch.nn.utils.rnn.pad_sequence(found, batch_first=True).transpose(1, 2).contiguous()
+    table = torch.nn.utils.rnn.pad_sequence(found, batch_first=True).permute(0, 2, 1).contiguous()
     return table, torch.tensor(shrunk, dtype=torch.int32)
+
+
+def exact_weights(kv: Tensor, heads: Tensor, slots: Tensor, layer: int, context: int) -> Tensor:
+    """Return the attention that each block gets, over the query heads of a key-value head."""
+    keys = kv[slots, layer, 0].transpose(0, 1).flatten(1, 2)[:, :context].float()  # [KH, tokens, D]
+    mass = torch.zeros(len(keys), len(slots) * SIZE)
+    mass[:, :context] = (heads @ keys.transpose(1, 2)).softmax(dim=-1).sum(dim=1)
+    return mass.view(len(keys), len(slots), SIZE).sum(dim=-1)
+
+
+def narrow_weights(part: float, summary: Tensor, heads: Tensor, slots: Tensor, layer: int, context: int) -> Tensor:
+    """Return what the engine's bound gives when a channel's range is ``part`` as wide, about the same middle."""
+    lowest, highest = summary[slots[: context // SIZE], layer].float().unbind(2)  # [n, KH, D], of whole blocks
+    middle, half = (lowest + highest) / 2, part * (highest - lowest) / 2
+    scores = torch.einsum("kgd,nkd->kgn", heads, middle) + torch.einsum("kgd,nkd->kgn", heads.abs(), half)
+    found = torch.zeros(len(heads), len(slots))
+    found[:, : scores.shape[2]] = scores.softmax(dim=-1).sum(dim=1)
+    return found
 
 
 def chosen_whole(
@@ -145,10 +161,12 @@ class Bench:
             dtype=options.dtype, sparse_decode=True, prefix_cache=False, kv_device_bytes=options.arena
         )
         loop = assemble(options.model, settings, None)
-        self.runner, self.tokenizer = loop.runner, loop.tokenizer
-        self.model, self.arena, self.packer = self.runner._model, self.runner._arena, self.runner._packer
+        self.runner = runner = cast(ModelRunner, loop.runner)
+        self.tokenizer = loop.tokenizer
+        self.model, self.arena, self.packer = runner._model, runner._arena, runner._packer
         self.text = self.tokenizer.encode(TEXT.read_text(), add_bos=False)
-        self.begin = [self.tokenizer.bos_id] if self.tokenizer.add_bos else []
+        bos = self.tokenizer.bos_id
+        self.begin = [bos] if self.tokenizer.add_bos and bos is not None else []
         self.free: list[list[int]] = []
         self.reset()
 
@@ -176,8 +194,13 @@ class Bench:
             if name == "latest":
                 ops = evolve(ops, choose_blocks=latest_blocks)
             elif name == "exact":
-                ops = evolve(ops, choose_blocks=partial(exact_blocks, self.arena.views[layer.group]))
-            elif name != "bounds":
+                weigh = partial(exact_weights, self.arena.views[layer.group])
+                ops = evolve(ops, choose_blocks=partial(best_blocks, weigh))
+            elif name.startswith("narrow-") and self.arena.summaries[layer.group] is not None:
+                part = float(name.removeprefix("narrow-"))
+                weigh = partial(narrow_weights, part, self.arena.summaries[layer.group])
+                ops = evolve(ops, choose_blocks=partial(best_blocks, weigh))
+            elif name.startswith("bounds-"):
                 ops = evolve(ops, choose_blocks=partial(ops.choose_blocks, recent=int(name.removeprefix("bounds-"))))
             found.append(evolve(layer, ops=whole if index < int(dense or 0) else ops))
         self.model._attention = found
@@ -220,7 +243,8 @@ class Bench:
         with torch.inference_mode():
             batch = self.packer.pack(self.step(rows))
             hidden = self.model.forward(batch, self.arena.views, (), self.arena.summaries)
-            return self.model.logits(hidden if among is None else hidden[list(among)])
+            logits: Tensor = self.model.logits(hidden if among is None else hidden[list(among)])
+            return logits
 
     def mark(self) -> list[list[int]]:
         """Return which slots are free now, for :meth:`restore`."""
@@ -379,7 +403,7 @@ def perplexity(options: argparse.Namespace, bench: Bench) -> None:
             bench.choose(choice)
             wanted = ways if full is None else options.shares
             rows = [bench.branch(text, text.known, options.targets + 1, share) for share in wanted for text in texts]
-            found = target_scores(bench, rows, length, options.targets).unflatten(1, (len(wanted), len(texts)))
+            found = target_scores(bench, rows, length, options.targets).view(options.targets, len(wanted), len(texts))
             bench.restore(mark)
             full = found[:, 0] if full is None else full
             for at, share in enumerate(wanted):
@@ -488,7 +512,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES)}")
     parser.add_argument("--shares", type=shares, default=[0.5, 0.25, 0.125], help="of the blocks")
-    parser.add_argument("--choices", type=words, default=["bounds", "latest"], help="such as bounds,bounds-8,latest")
+    parser.add_argument("--choices", type=words, default=["bounds", "latest"], help="such as bounds,exact+2")
     parser.add_argument("--variants", type=words, default=["answer", "question"], help="of needle")
     parser.add_argument("--needles", type=int, default=4, help="of needle, at each depth")
     parser.add_argument("--lengths", type=numbers, default=[1_000, 2_000, 4_000, 7_000], help="of needle, perplexity")

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from kimicore.kernels.linear import native
+from kimicore.kernels.linear.shapes import row_step, whole_rows
+from kimicore.kernels.registry import select_ops
 
 from .cases import guarded_outputs, implementations
 from .tolerances import assert_close
@@ -105,3 +108,45 @@ def test_what_is_served() -> None:
         assert (native.most_rows(dtype) > 0) == (native.load(dtype)[0] is not None)
     assert native.most_rows(torch.float32) in (0, native.ALL_ROWS)
     assert native.most_rows(torch.float64) == 0 and native.load(torch.float64)[0] is None
+
+
+class Shapes(TorchFunctionMode):
+    """Notes how many rows torch's own products are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.mm, torch.nn.functional.linear):
+            self.rows.add(args[0].shape[0])
+        elif func is torch.addmm:
+            self.rows.add(args[1].shape[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("native_kernels", [True, False])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_torch_is_asked_for_few_shapes(dtype: torch.dtype, native_kernels: bool, biased: bool) -> None:
+    """torch keeps what it prepares for every shape of a 16-bit product, so it is asked for few numbers of rows; the
+    results are those of the plain product."""
+    ops = select_ops("cpu", dtype, native=native_kernels)
+    random = torch.Generator().manual_seed(5)
+    x, weight = (torch.randn(n, 40, generator=random).to(dtype) for n in (1100, 24))
+    bias = torch.randn(24, generator=random).to(dtype) if biased else None
+    exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    with Shapes() as seen:
+        for rows in (*range(1, 40), *range(40, 1100, 7), 512, 1024, 1100):
+            assert_close("linear", ops.linear(x[:rows], weight, bias), exact[:rows], dtype)
+    assert len(seen.rows) <= 8 * 8
+    assert all(rows == whole_rows(rows) for rows in seen.rows)
+
+
+def test_numbers_of_rows_that_are_used() -> None:
+    """At most an eighth is left over or padded, and from one number to its double there are eight."""
+    for rows in range(1, 5000):
+        assert 0 < whole_rows(rows) <= rows
+        assert rows - whole_rows(rows) < row_step(rows) <= max(1, rows // 8)
+        assert whole_rows(whole_rows(rows)) == whole_rows(rows)
+    assert len({whole_rows(rows) for rows in range(256, 512)}) == 8

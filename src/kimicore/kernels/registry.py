@@ -27,6 +27,7 @@ from kimicore.kernels.kv_quantize import reference as reference_kv_quantize
 from kimicore.kernels.linear import native as native_linear
 from kimicore.kernels.linear import reference as reference_linear
 from kimicore.kernels.linear.floor import row_floor, row_invariant_linear
+from kimicore.kernels.linear.shapes import few_shapes_linear
 from kimicore.kernels.ops import (
     BlockMassOp,
     ChooseBlocksOp,
@@ -100,7 +101,7 @@ def _linear(dtype: torch.dtype, native: bool, shapes: Sequence[tuple[int, int]])
         few = "" if rows == native_linear.ALL_ROWS else f" for up to {rows} rows, torch above"
         return found, OpOrigin("linear", "native", why + few)
     if dtype != torch.float32:
-        return reference_linear.linear, OpOrigin("linear", "torch", _short(why))
+        return few_shapes_linear(), OpOrigin("linear", "torch", _short(why))
     floor = row_floor(shapes or _PROBED_SHAPES, dtype)
     if floor is None:
         remark = "a row's bits may depend on the batch: no number of rows was found from which they do not"

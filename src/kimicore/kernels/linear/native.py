@@ -15,6 +15,7 @@ bfloat16 2048 x 2048  395 / 805  488 / 958  875 / 1.2k 1.4k/1.7k  5.1k/5.3k  21k
 ====================  =========  =========  =========  =========  =========  ============
 
 So float32 is served natively at every size, and bfloat16 there up to 128 rows, among which a row's bits do not change.
+Of more rows torch gets as many as :mod:`kimicore.kernels.linear.shapes` says, and the rest is served natively.
 
 The same on a busy machine with AVX2 and no AVX-512 (Zen 3; one thread's time on the processor), where torch's bfloat16
 product takes 1.2 to 2 times as long as the native one for 1 row, 4 times for 8 and 4 to 8 times for more:
@@ -46,6 +47,7 @@ import torch
 from torch import Tensor
 
 from kimicore.kernels.build import load_library
+from kimicore.kernels.linear.shapes import whole_rows
 from kimicore.kernels.ops import LinearOp
 from kimicore.kernels.team.native import parallel_entry
 
@@ -93,17 +95,25 @@ def _bound(entry: Callable[..., int], parallel: int, dtype: torch.dtype, limit: 
     kind = _TYPES[dtype]
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        suits = x.dim() == 2 and x.shape[0] <= limit and x.dtype == weight.dtype == dtype
+        suits = x.dim() == 2 and x.dtype == weight.dtype == dtype
         if not suits or x.stride(1) != 1 or weight.stride(1) != 1 or x.shape[1] != weight.shape[1]:
             return torch_linear(x, weight, bias)
         if bias is not None and (bias.dtype != dtype or not bias.is_contiguous()):
             return torch_linear(x, weight, bias)
         rows, depth = x.shape
         outs = weight.shape[0]
+        done = whole_rows(rows) if rows > limit else 0  # by torch; what is over that is little, and served here
+        if done == rows:
+            return torch_linear(x, weight, bias)
         y = torch.empty((rows, outs), dtype=dtype)
+        if done:
+            if bias is None:
+                torch.mm(x[:done], weight.t(), out=y[:done])
+            else:
+                torch.addmm(bias, x[:done], weight.t(), out=y[:done])
         call = pack(
-            x.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr(),
-            rows, outs, depth, x.stride(0), weight.stride(0),
+            x.data_ptr() + 2 * done * x.stride(0), weight.data_ptr(), 0 if bias is None else bias.data_ptr(),
+            y.data_ptr() + 2 * done * outs, rows - done, outs, depth, x.stride(0), weight.stride(0),
         )  # fmt: skip
         if entry(call, kind, threads(), parallel):
             raise MemoryError(f"linear: no memory to pack {rows} rows of {depth}")
