@@ -196,10 +196,11 @@ class Bench:
             elif name == "exact":
                 weigh = partial(exact_weights, self.arena.views[layer.group])
                 ops = evolve(ops, choose_blocks=partial(best_blocks, weigh))
-            elif name.startswith("narrow-") and self.arena.summaries[layer.group] is not None:
-                part = float(name.removeprefix("narrow-"))
-                weigh = partial(narrow_weights, part, self.arena.summaries[layer.group])
-                ops = evolve(ops, choose_blocks=partial(best_blocks, weigh))
+            elif name.startswith("narrow-"):
+                part, summary = float(name.removeprefix("narrow-")), self.arena.summaries[layer.group]
+                if summary is not None:  # else a window's layer, which reads all that it sees
+                    weigh = partial(narrow_weights, part, summary)
+                    ops = evolve(ops, choose_blocks=partial(best_blocks, weigh))
             elif name.startswith("bounds-"):
                 ops = evolve(ops, choose_blocks=partial(ops.choose_blocks, recent=int(name.removeprefix("bounds-"))))
             found.append(evolve(layer, ops=whole if index < int(dense or 0) else ops))

@@ -61,7 +61,11 @@ class Book:
         self.capacities = {precision: Capacity(ledger, kinds).tokens for precision, kinds in ledger.kinds.items()}
         """By precision, the longest request, prompt and output, that the arena holds when it has it alone."""
         if min(self.capacities.values()) < 2:
-            raise ConfigError(f"a KV arena of {ledger.bytes_total} bytes does not hold a block of each class; raise it")
+            least = ledger.bytes_total // ledger.slabs.count * (1 + max(map(len, ledger.kinds.values())))
+            raise ConfigError(
+                f"kv_device_bytes: an arena of {ledger.bytes_total} bytes does not hold a block of each KV class of "
+                f"this model and these precisions; at least {least} bytes are needed"
+            )
         self._keys = keys
         self._contexts = tuple(contexts)
         self._rope_original_tokens = rope_original_tokens

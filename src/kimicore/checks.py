@@ -130,8 +130,8 @@ def choice_field(default: str, choices: tuple[str, ...], *, fault: Fault) -> Any
     """Return an attrs field that holds one of ``choices``."""
 
     def convert(name: str, value: Any) -> str:
-        if value not in choices:
-            raise fault(f"{name}={value!r}: must be one of {', '.join(choices)}")
-        return str(value)
+        if not isinstance(value, str) or value not in choices:
+            raise fault(f"{name}={value!r:.80}: must be one of {', '.join(choices)}")
+        return value
 
     return _field(convert, default, False)

@@ -49,25 +49,27 @@ def _policy_settings(value: Any) -> Mapping[str, Mapping[str, Any]]:
 
 def _precision(name: str, value: Any) -> KVPrecision:
     for one in KV_PRECISIONS:
-        if value == one:
+        if isinstance(value, str) and value == one:
             return one
-    raise ConfigError(f"{name}={value!r}: must be one of {', '.join(KV_PRECISIONS)}")
+    raise ConfigError(f"{name}={value!r:.80}: must be one of {', '.join(KV_PRECISIONS)}")
 
 
 def _kv_precisions(value: Any) -> tuple[KVPrecision, ...]:
     """Return names of precisions, or refuse the wrong one."""
     if isinstance(value, str):
         value = [one.strip() for one in value.split(",") if one.strip()]
-    if not isinstance(value, Sequence):
-        raise ConfigError(f"kv_precisions={value!r}: must be a list of precisions, such as ['int8']")
+    if not isinstance(value, Sequence) or isinstance(value, (bytes, bytearray)):
+        raise ConfigError(f"kv_precisions={value!r:.80}: must be a list of precisions, such as ['int8']")
     return tuple([_precision(f"kv_precisions[{at}]", one) for at, one in enumerate(value)])
 
 
 def _kv_domains(value: Any) -> Mapping[str, KVPrecision]:
     """Return a copy of ``value``, a mapping from domains to precisions, or refuse it by name."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) and key for key in value):
-        raise ConfigError(f"kv_domains={value!r}: must map names of domains to precisions, such as {{'chat': 'int8'}}")
-    return {key: _precision(f"kv_domains[{key!r}]", one) for key, one in value.items()}
+        raise ConfigError(
+            f"kv_domains={value!r:.80}: must map names of domains to precisions, such as {{'chat': 'int8'}}"
+        )
+    return {key: _precision(f"kv_domains[{key!r:.80}]", one) for key, one in value.items()}
 
 
 @frozen(slots=True)
@@ -138,8 +140,8 @@ class EngineConfig:
     io_threads: int = int_field(2, 1, 64, fault=ConfigError)
     block_tokens: int = int_field(16, 16, 64, fault=ConfigError)
     kv_precision: KVPrecision = choice_field("full", KV_PRECISIONS, fault=ConfigError)
-    kv_precisions: tuple[KVPrecision, ...] = field(default=(), converter=_kv_precisions)
-    kv_domains: Mapping[str, KVPrecision] = field(default={}, converter=_kv_domains, hash=False)
+    kv_precisions: tuple[KVPrecision, ...] = field(default=(), kw_only=True, converter=_kv_precisions)
+    kv_domains: Mapping[str, KVPrecision] = field(default={}, kw_only=True, converter=_kv_domains, hash=False)
     sparse_decode: bool = boolean_field(False, fault=ConfigError)
     prefix_cache: bool = boolean_field(True, fault=ConfigError)
     batching: str = name_field("fcfs", fault=ConfigError)

@@ -159,7 +159,12 @@ class Engine:
         asked = Asked(priority, tier, retain, timeout_s, tenant, request_id, kv=kv)
         job = self._face.job(params, sampling, asked)
         ids = await to_thread.run_sync(
-            self._face.chat_ids, messages, template, dict(template_variables or {}), abandon_on_cancel=True
+            self._face.chat_ids,
+            messages,
+            template,
+            dict(template_variables or {}),
+            job.precision,
+            abandon_on_cancel=True,
         )
         return await finish(self._face, job, ids)
 
@@ -211,7 +216,9 @@ class Engine:
 
         async def ids_of(job: Job) -> Sequence[int]:
             variables = dict(template_variables or {})
-            return await to_thread.run_sync(self._face.chat_ids, messages, template, variables, abandon_on_cancel=True)
+            return await to_thread.run_sync(
+                self._face.chat_ids, messages, template, variables, job.precision, abandon_on_cancel=True
+            )
 
         return Stream(self, job_of, ids_of)
 
@@ -262,10 +269,10 @@ class Engine:
 
     async def _ids(self, prompt: str | Sequence[int], job: Job, parse_special: bool) -> Sequence[int]:
         if not isinstance(prompt, str):
-            return self._face.check_ids(prompt)
+            return self._face.check_ids(prompt, job.precision)
         if len(prompt) <= INLINE_CHARACTERS:
-            return self._face.encode(prompt, parse_special)
-        return await to_thread.run_sync(self._face.encode, prompt, parse_special, abandon_on_cancel=True)
+            return self._face.encode(prompt, parse_special, job.precision)
+        return await to_thread.run_sync(self._face.encode, prompt, parse_special, job.precision, abandon_on_cancel=True)
 
 
 async def finish(face: Face, job: Job, ids: Sequence[int]) -> GenerationResult:

@@ -24,6 +24,7 @@ from kimicore.types import (
     Choice,
     EngineStats,
     GenerationResult,
+    KVPrecision,
     Retention,
     StreamChunk,
     TokenLogprob,
@@ -172,25 +173,32 @@ class Face:
         )
         return Job(chosen, checked, loop.clock())
 
-    def encode(self, text: str, parse_special: bool) -> Sequence[int]:
+    def limit_tokens(self, precision: KVPrecision) -> int:
+        """Return the longest prompt that is served in a precision of its KV."""
+        loop = self.loop
+        return min(loop.limit_tokens, loop._book.capacities[precision] - 1)
+
+    def encode(self, text: str, parse_special: bool, precision: KVPrecision) -> Sequence[int]:
         """Return the token ids of ``text``; refuses what cannot fit before tokenizing it as a whole."""
         if not isinstance(parse_special, bool):
             raise InvalidRequest(f"parse_special={parse_special!r}: must be True or False")
-        limit = self.loop.limit_tokens
+        limit = self.limit_tokens(precision)
         return self.tokenizer.encode(text, parse_special=parse_special, max_tokens=limit)
 
     def chat_ids(
-        self, messages: Sequence[Mapping[str, Any]], template: str | None, variables: Mapping[str, Any]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template: str | None,
+        variables: Mapping[str, Any],
+        precision: KVPrecision,
     ) -> Sequence[int]:
         """Return the token ids of a conversation, ready for the answer."""
         from kimicore.text.chat import render_chat
 
-        loop = self.loop
-        return render_chat(
-            loop.tokenizer, messages, template=template, max_tokens=loop.limit_tokens, variables=variables
-        )
+        limit = self.limit_tokens(precision)
+        return render_chat(self.tokenizer, messages, template=template, max_tokens=limit, variables=variables)
 
-    def check_ids(self, prompt: Any) -> Sequence[int]:
+    def check_ids(self, prompt: Any, precision: KVPrecision) -> Sequence[int]:
         """Return ``prompt`` as token ids, or raise :class:`InvalidRequest` that names what is wrong."""
         if isinstance(prompt, (bytes, bytearray)):
             raise InvalidRequest("prompt: bytes are not taken; decode them to text, or give token ids")
@@ -198,10 +206,10 @@ class Face:
             raise InvalidRequest(f"prompt: must be text or a sequence of token ids, not {type(prompt).__name__}")
         if getattr(prompt, "ndim", 1) != 1:
             raise InvalidRequest("prompt: an array of token ids must have one dimension")
-        loop = self.loop
-        if len(prompt) > loop.limit_tokens:
-            raise too_long(len(prompt), loop.limit_tokens)
-        high = loop.vocab_tokens - 1
+        limit_tokens = self.limit_tokens(precision)
+        if len(prompt) > limit_tokens:
+            raise too_long(len(prompt), limit_tokens)
+        high = self.loop.vocab_tokens - 1
         return [integer(f"prompt[{i}]", one, 0, high, InvalidRequest) for i, one in enumerate(prompt)]
 
     def submit(
@@ -211,7 +219,7 @@ class Face:
         if not ids:
             raise InvalidRequest("prompt: it has no tokens, and this model begins with none; give at least one")
         loop = self.loop
-        limit_tokens = min(loop.limit_tokens, loop._book.capacities[job.precision] - 1)
+        limit_tokens = self.limit_tokens(job.precision)
         if len(ids) > limit_tokens:
             raise too_long(len(ids), limit_tokens)
         seed = job.params.seed if job.params.seed is not None else secrets.randbits(64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from attrs import evolve
 
@@ -19,13 +19,18 @@ from kimicore.types import KV_PRECISIONS, KVPrecision
 __all__ = ["check_params", "context_limit", "make_group", "resolve_kv"]
 
 
-def context_limit(wanted: int | None, model: int, arena: int) -> int:
+NAMED = 12  # domains that an error names
+
+
+def context_limit(config: EngineConfig, model: int, capacities: Mapping[KVPrecision, int]) -> int:
     """Return the context that is served, in tokens; what was asked for is kept or refused, never lowered.
 
-    Raises :class:`~kimicore.ConfigError` where ``wanted`` is over what the model was made for or the arena holds.
+    ``model``: what the model was made for; ``capacities``: what the arena holds, by precision. Raises
+    :class:`~kimicore.ConfigError` where ``context_tokens`` is over either, for requests that name no precision.
     """
+    wanted, arena = config.context_tokens, capacities[config.kv_precision]
     if wanted is None:
-        return min(model, arena)
+        return min(model, max(capacities.values()))
     if wanted > model:
         raise ConfigError(f"context_tokens={wanted}: the model was made for {model}; lower it, or leave it out")
     if wanted > arena:
@@ -40,9 +45,10 @@ def resolve_kv(wish: KVWish, config: EngineConfig) -> KVWish:
     """
     domains = config.domains
     if wish.domain is not None and (not isinstance(wish.domain, str) or wish.domain not in domains):
-        raise InvalidRequest(f"domain={wish.domain!r}: must be one of {', '.join(domains)}; add others with kv_domains")
-    if wish.precision is not None and wish.precision not in KV_PRECISIONS:
-        raise InvalidRequest(f"kv_precision={wish.precision!r}: must be one of {', '.join(KV_PRECISIONS)}")
+        known = ", ".join(list(domains)[:NAMED]) + (", ..." if len(domains) > NAMED else "")
+        raise InvalidRequest(f"domain={wish.domain!r:.80}: must be one of {known}; add others with kv_domains")
+    if wish.precision is not None and (not isinstance(wish.precision, str) or wish.precision not in KV_PRECISIONS):
+        raise InvalidRequest(f"kv_precision={wish.precision!r:.80}: must be one of {', '.join(KV_PRECISIONS)}")
     meant = None if wish.domain is None else domains[wish.domain]
     if meant is not None and wish.precision not in (None, meant):
         raise InvalidRequest(
@@ -61,11 +67,13 @@ def _share(wanted: float | None, precision: KVPrecision, config: EngineConfig) -
     share = number("sparse_decode", wanted, 0.0, 1.0, InvalidRequest)
     if not share:
         raise InvalidRequest("sparse_decode=0: must be a share over 0, such as 0.25")
+    if share == 1.0:
+        return None
     if not config.sparse_decode:
         raise InvalidRequest(f"sparse_decode={share}: this engine keeps no summaries; set sparse_decode=True for it")
     if precision != "full":
         raise InvalidRequest(f"sparse_decode={share}: it needs KV of full precision, and this request's is {precision}")
-    return None if share == 1.0 else share
+    return share
 
 
 def check_params(params: SamplingParams, tokenizer: Tokenizer) -> None:

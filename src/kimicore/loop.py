@@ -82,7 +82,7 @@ class EngineLoop:
         self.tokenizer = tokenizer
         self.clock = clock
         self.vocab_tokens = tokenizer.vocab_size
-        self.context_tokens = context_limit(config.context_tokens, context_tokens, book.capacity_tokens)
+        self.context_tokens = context_limit(config, context_tokens, book.capacities)
         self.limit_tokens = self.context_tokens - 1
         self._book, self._planner, self._config = book, planner, config
         self.runner = runner  # may be wrapped while the engine rests: it is taken with each step

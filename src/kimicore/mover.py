@@ -59,6 +59,8 @@ class Mover:
         readers: int = 2,
     ) -> None:
         self._sizes = tuple(one.block_bytes for one in classes)
+        # How far blocks lie apart depends on which classes an engine has; a record is the same for all engines.
+        self._contents = tuple(one.content_bytes or one.block_bytes for one in classes)
         self._items = tuple(_item_bytes(one.dtype) for one in classes)
         self._device, self._host, self.disk = device, host, disk
         self._layouts = tuple(layouts)
@@ -195,7 +197,7 @@ class Mover:
         blocks = []
         for move in transfer.moves:
             size = self._sizes[move.kind]
-            raw = self._host[move.source * size : (move.source + 1) * size]
+            raw = self._host[move.source * size :][: self._contents[move.kind]]
             blocks.append(DiskBlock(move.key, self._layouts[move.kind], self._items[move.kind], raw.data))
         return self.disk.put(blocks)
 
@@ -213,7 +215,7 @@ class Mover:
 
     def _decode(self, disk: DiskStore, move: BlockMove, ahead: Ahead) -> int:
         size = self._sizes[move.kind]
-        out = self._device[move.target * size : (move.target + 1) * size].data
+        out = self._device[move.target * size :][: self._contents[move.kind]].data
         if disk.get(move.key, self._layouts[move.kind], out, ahead):
             return size
         return 0 if move.key in disk else LOST

@@ -15,15 +15,14 @@ from attrs import evolve, frozen
 
 from kimicore.errors import ConfigError, InvalidRequest, KimiCoreError
 from kimicore.face import check_tenant
-from kimicore.handle import KVWish
-from kimicore.types import KV_PRECISIONS
+from kimicore.types import KV_PRECISIONS, KVPrecision
 
 __all__ = ["History", "Saved", "read_saved", "write_saved"]
 
 FORMAT, VERSION = "kimicore-session", 2
 FIELDS = (
     "tenant", "template", "variables", "messages", "model", "tokenizer", "text", "token_ids", "prompt_tokens", "turns",
-    "domain", "kv_precision", "sparse_decode",
+    "kv_precision", "sparse_decode",
 )  # fmt: skip
 MAX_BYTES = 64 << 20
 """Largest file that is written or read."""
@@ -67,7 +66,8 @@ class Saved:
     template: str | None
     variables: Mapping[str, Any]
     history: History
-    kv: KVWish = KVWish()
+    precision: KVPrecision | None = None
+    share: float | None = None
 
 
 def _canonical(fields: Mapping[str, Any]) -> str:
@@ -101,7 +101,7 @@ def write_saved(path: str | os.PathLike[str], saved: Saved) -> str:
     history = saved.history
     values = (saved.tenant, saved.template, saved.variables, history.messages, history.model, history.tokenizer)
     more = (history.text, history.token_ids, history.prompt_tokens, history.ends)
-    kv = (saved.kv.domain, saved.kv.precision, saved.kv.share)
+    kv = (saved.precision, saved.share)
     canonical = _canonical(dict(zip(FIELDS, (*values, *more, *kv), strict=True)))
     head = f'{{"format":"{FORMAT}","version":{VERSION},"digest":"{_digest(canonical)}","session":'
     data = f"{head}{canonical}}}\n".encode()
@@ -199,17 +199,13 @@ def _saved(fields: Mapping[str, Any]) -> Saved:
     if bool(ids) != bool(prompt) or (ids and not ends):
         raise ConfigError(f"prompt_tokens={prompt}: do not fit to {len(ids)} token ids and {len(ends)} turns")
     history = History(tuple(messages), tuple(ids), prompt, text, tuple(ends), **names)
-    return Saved(tenant, template, variables, history, _kv_of(fields))
-
-
-def _kv_of(fields: Mapping[str, Any]) -> KVWish:
-    domain = _field(fields, "domain", "text or null", lambda one: one is None or _is_text(one))
-    names = ", ".join(KV_PRECISIONS)
-    precision = _field(fields, "kv_precision", f"null or one of {names}", lambda one: one in (None, *KV_PRECISIONS))
-    share = _field(
-        fields, "sparse_decode", "null or a share", lambda one: one is None or (type(one) is float and 0.0 < one <= 1.0)
+    precision = _field(
+        fields, "kv_precision", f"one of {', '.join(KV_PRECISIONS)}", lambda one: _is_text(one) and one in KV_PRECISIONS
     )
-    return KVWish(domain, precision, share)
+    share = _field(
+        fields, "sparse_decode", "null or a share", lambda one: one is None or (type(one) is float and 0.0 < one < 1.0)
+    )
+    return Saved(tenant, template, variables, history, precision, share)
 
 
 def _field(fields: Mapping[str, Any], name: str, wanted: str, good: Callable[[Any], bool]) -> Any:

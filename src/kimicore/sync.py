@@ -93,7 +93,7 @@ class SyncEngine:
         kv = KVWish(domain, kv_precision, sparse_decode)
         asked = Asked(priority, tier, retain, timeout_s, tenant, request_id, kv=kv)
         job = self._face.job(params, sampling, asked)
-        return finish(self._face, job, self._ids(prompt, parse_special))
+        return finish(self._face, job, self._ids(prompt, job, parse_special))
 
     def generate_many(
         self,
@@ -122,7 +122,7 @@ class SyncEngine:
         kv = KVWish(domain, kv_precision, sparse_decode)
         asked = Asked(priority, tier, retain, timeout_s, tenant, None, kv=kv)
         jobs = [self._face.job(params, sampling, asked) for _ in prompts]
-        all_ids = [self._ids(prompt, parse_special) for prompt in prompts]
+        all_ids = [self._ids(prompt, job, parse_special) for prompt, job in zip(prompts, jobs, strict=True)]
         waker = ThreadWaker()
         handles: list[Handle] = []
         try:
@@ -160,7 +160,9 @@ class SyncEngine:
         kv = KVWish(domain, kv_precision, sparse_decode)
         asked = Asked(priority, tier, retain, timeout_s, tenant, request_id, kv=kv)
         job = self._face.job(params, sampling, asked)
-        return finish(self._face, job, self._face.chat_ids(messages, template, dict(template_variables or {})))
+        return finish(
+            self._face, job, self._face.chat_ids(messages, template, dict(template_variables or {}), job.precision)
+        )
 
     def stream(
         self,
@@ -184,7 +186,7 @@ class SyncEngine:
         kv = KVWish(domain, kv_precision, sparse_decode)
         asked = Asked(priority, tier, retain, timeout_s, tenant, request_id, kv=kv)
         job = self._face.job(params, sampling, asked)
-        return SyncStream(self._face, job, self._ids(prompt, parse_special))
+        return SyncStream(self._face, job, self._ids(prompt, job, parse_special))
 
     def stream_chat(
         self,
@@ -209,7 +211,9 @@ class SyncEngine:
         kv = KVWish(domain, kv_precision, sparse_decode)
         asked = Asked(priority, tier, retain, timeout_s, tenant, request_id, kv=kv)
         job = self._face.job(params, sampling, asked)
-        return SyncStream(self._face, job, self._face.chat_ids(messages, template, dict(template_variables or {})))
+        return SyncStream(
+            self._face, job, self._face.chat_ids(messages, template, dict(template_variables or {}), job.precision)
+        )
 
     def session(
         self,
@@ -243,8 +247,10 @@ class SyncEngine:
         """Return counters and gauges as of the last step."""
         return self._face.stats()
 
-    def _ids(self, prompt: Any, parse_special: bool) -> Sequence[int]:
-        return self._face.encode(prompt, parse_special) if isinstance(prompt, str) else self._face.check_ids(prompt)
+    def _ids(self, prompt: Any, job: Job, parse_special: bool) -> Sequence[int]:
+        if isinstance(prompt, str):
+            return self._face.encode(prompt, parse_special, job.precision)
+        return self._face.check_ids(prompt, job.precision)
 
 
 def finish(face: Face, job: Job, ids: Sequence[int]) -> GenerationResult:

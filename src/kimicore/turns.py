@@ -108,7 +108,7 @@ class Turns:
         from kimicore.text.chat import plain_messages, plain_variables
 
         check_tenant(tenant)
-        resolve_kv(kv, face.config)
+        own = resolve_kv(kv, face.config)
         if template is not None and not isinstance(template, str):
             raise InvalidRequest(f"template={template!r}: must be a Jinja template as text")
         if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
@@ -125,20 +125,20 @@ class Turns:
                 "template_variables": variables,
                 "messages": messages,
             }
-            given |= {"domain": kv.domain, "kv_precision": kv.precision, "sparse_decode": kv.share}
             kept: dict[str, Any] = {
                 "tenant": saved.tenant,
                 "template": saved.template,
                 "template_variables": saved.variables,
             }
-            kept |= {"domain": saved.kv.domain, "kv_precision": saved.kv.precision, "sparse_decode": saved.kv.share}
             for name, value in given.items():
                 if value and value != kept.get(name):
                     raise InvalidRequest(f"{name}: the session that is resumed has its own; leave {name} out")
             tenant, template, variables, history = saved.tenant, saved.template, saved.variables, saved.history
-            kv = saved.kv
-            resolve_kv(kv, face.config)
-        return cls(face, tenant, template, variables, history, kv, sink_after_turns=after, sink_turns=count)
+            # Another precision can be asked for: what was computed is not found then, and the text stays.
+            precision = saved.precision if kv.domain is None and kv.precision is None else own.precision
+            share = saved.share if kv.share is None else kv.share
+            own = resolve_kv(KVWish(None, precision, share), face.config)
+        return cls(face, tenant, template, variables, history, own, sink_after_turns=after, sink_turns=count)
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -196,8 +196,7 @@ class Turns:
     def _sink_call(self, history: History, tokens: int, waker: Waker) -> SinkCall:
         # Whole blocks only: a layer with a window needs those that the first query after them sees.
         whole = tokens - tokens % self.face.config.block_tokens
-        precision = resolve_kv(self.kv, self.face.config).precision
-        return SinkCall(history.token_ids[:whole], history.prompt_tokens, self.tenant, precision, waker)
+        return SinkCall(history.token_ids[:whole], history.prompt_tokens, self.tenant, self.kv.precision, waker)
 
     # ------------------------------------------------------------ saving
 
@@ -216,7 +215,9 @@ class Turns:
 
     def write(self, path: str | os.PathLike[str], history: History, call: SinkCall | None) -> SavedSession:
         """Write the file, whole or not at all; raises :class:`~kimicore.ConfigError` that names it and the reason."""
-        where = write_saved(path, Saved(self.tenant, self.template, self.variables, history, self.kv))
+        where = write_saved(
+            path, Saved(self.tenant, self.template, self.variables, history, self.kv.precision, self.kv.share)
+        )
         tokens = len(history.token_ids)
         blocks, stored = tokens // self.face.config.block_tokens, 0
         if call is not None and call.done and call.error is None:

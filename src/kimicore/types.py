@@ -261,7 +261,8 @@ class KVClass:
     ``shape`` is one block's ``(layers, 2, kv_heads, block_tokens, head_dim)``; ``dtype`` a name such as
     ``"bfloat16"``. Every class has its own block tables and slot numbers. ``precision``: a request uses the classes of
     its own. ``tail``: blocks that are being filled, in full precision, on their way to a quantized class; nobody shares
-    them. ``summaries``: behind its keys and values a block has the least and the greatest of its keys.
+    them. ``summaries``: behind its keys and values a block has the least and the greatest of its keys. Blocks are
+    ``block_bytes`` apart, of which their content takes ``content_bytes`` (0: all).
     """
 
     name: str
@@ -274,6 +275,7 @@ class KVClass:
     precision: KVPrecision = "full"
     tail: bool = False
     summaries: bool = False
+    content_bytes: int = 0
 
 
 @swift

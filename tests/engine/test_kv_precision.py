@@ -190,6 +190,8 @@ WRONG = [
     ({"kv_precision": 8}, "kv_precision=8: must be one of"),
     ({"domain": 3}, "domain=3: must be one of"),
     ({"domain": []}, r"domain=\[\]: must be one of"),
+    ({"kv_precision": ["int8"]}, r"kv_precision=\['int8'\]: must be one of"),
+    ({"domain": "x" * 100_000}, r"domain='x{79}: must be one of"),
 ]
 
 
@@ -211,6 +213,8 @@ async def test_what_cannot_be_had_is_refused_by_name(asked: dict[str, Any], mess
         ({"kv_precision": "int3"}, "kv_precision='int3': must be one of full, int8, int4"),
         ({"kv_precisions": ["int8", "fp8"]}, r"kv_precisions\[1\]='fp8': must be one of"),
         ({"kv_precisions": 8}, "kv_precisions=8: must be a list"),
+        ({"kv_precisions": b"int8"}, "kv_precisions=b'int8': must be a list"),
+        ({"kv_precision": ["int8"]}, r"kv_precision=\['int8'\]: must be one of"),
         ({"kv_domains": {"chat": "int9"}}, r"kv_domains\['chat'\]='int9'"),
         ({"kv_domains": ["chat"]}, r"kv_domains=\['chat'\]: must map"),
         ({"sparse_decode": 0.5}, "sparse_decode=0.5: must be True or False"),
@@ -247,5 +251,42 @@ async def test_a_session_keeps_its_precision(tiny: Path, tmp_path: Path) -> None
         resumed = engine.session(resume=tmp_path / "saved")
         third = await resumed.chat(text, max_tokens=8, **GREEDY)
         assert third.usage.cached_tokens > again.usage.cached_tokens
-        with pytest.raises(InvalidRequest, match="kv_precision: the session that is resumed has its own"):
-            engine.session(resume=tmp_path / "saved", kv_precision="full")
+        other = engine.session(resume=tmp_path / "saved", kv_precision="full")
+        fourth = await other.chat(text, max_tokens=8, **GREEDY)
+        assert fourth.usage.cached_tokens == 0
+    async with Engine(tiny, EngineConfig(dtype="float32", kv_device_bytes="8MiB")) as engine:
+        with pytest.raises(InvalidRequest, match="kv_precision='int8': this engine holds full; name it in"):
+            engine.session(resume=tmp_path / "saved")
+        await engine.session(resume=tmp_path / "saved", kv_precision="full").chat(text, max_tokens=2, **GREEDY)
+
+
+async def test_a_session_s_domain_is_kept_as_it_was_meant(tiny: Path, tmp_path: Path) -> None:
+    """What a domain stood for when a session began holds for all its turns, whatever later settings say."""
+    template = "{% for one in messages %}{{ one.content }} {% endfor %}"
+    async with Engine(tiny, EngineConfig(kv_device_bytes="8MiB", **ALL)) as engine:
+        session = engine.session(domain="medical", template=template)
+        await session.chat("abc " * 30, max_tokens=4, **GREEDY)
+        await session.save(tmp_path / "saved")
+    changed = EngineConfig(dtype="float32", kv_device_bytes="8MiB", kv_precision="int8", kv_domains={"medical": "int4"})
+    async with Engine(tiny, changed) as engine:
+        resumed = engine.session(resume=tmp_path / "saved")
+        assert resumed._turns.kv.precision == "full"
+
+
+@pytest.mark.parametrize("more", [{"kv_precisions": "int8"}, {"kv_precision": "int8", "kv_precisions": ["int4"]}])
+async def test_records_are_the_same_whatever_else_an_engine_holds(
+    more: dict[str, Any], mixed: Path, tmp_path: Path
+) -> None:
+    """How far blocks lie apart in the arena depends on its other classes; what was written to disk is found all the
+    same."""
+    disk = {"kv_disk_dir": tmp_path / "kv", "kv_disk_bytes": "64MiB", "kv_disk_uses": 1}
+    for settings in ({}, more, {}):
+        async with Engine(mixed, EngineConfig(dtype="float32", kv_device_bytes="8MiB", **disk, **settings)) as engine:
+            always_load(engine)
+            result = await engine.generate(prompt(0), max_tokens=2, kv_precision="full", **GREEDY)
+            assert result.usage.cached_tokens == (0 if not settings and not engine.stats().loads else 80)
+            await at_rest(engine)
+            await settled(engine)
+            stats = engine.stats().disk
+            assert stats is not None
+            assert stats.missed_blocks == 0

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 
 from kimicore import Engine, EngineConfig, InvalidRequest
@@ -133,3 +134,16 @@ async def test_demo_models_go_on_from_a_part(model: str, request: pytest.Fixture
             pairs = zip(full.token_ids, part.token_ids, strict=True)
             same += next((at for at, (one, other) in enumerate(pairs) if one != other), 16)
     assert same >= 36
+
+
+@pytest.mark.parametrize("share", [1, 0.5, np.float32(0.5)])
+async def test_a_sparse_session_goes_on(share: Any, tiny: Path, tmp_path: Path) -> None:
+    """Whatever number the share was given as, its session is saved and goes on."""
+    template = "{% for one in messages %}{{ one.content }} {% endfor %}"
+    async with Engine(tiny, EngineConfig(kv_device_bytes="8MiB", **SPARSE)) as engine:
+        session = engine.session(sparse_decode=share, template=template)
+        await session.chat("abc " * 40, max_tokens=8, **GREEDY)
+        await session.save(tmp_path / "saved")
+        resumed = engine.session(resume=tmp_path / "saved")
+        assert resumed._turns.kv.share == (None if share == 1 else 0.5)
+        await resumed.chat("abc", max_tokens=8, **GREEDY)

@@ -76,7 +76,9 @@ def kv_classes(
             classes += _quantized(full, precision)
     sizes = [one.block_bytes for one in classes]
     strides = _strides(sizes, _MAX_SLAB_BYTES if len(classes) == len(full) else 0)
-    return tuple(evolve(c, block_bytes=stride) for c, stride in zip(classes, strides, strict=True))
+    return tuple(
+        evolve(c, block_bytes=stride, content_bytes=c.block_bytes) for c, stride in zip(classes, strides, strict=True)
+    )
 
 
 def _quantized(full: Sequence[KVClass], precision: KVPrecision) -> list[KVClass]:
