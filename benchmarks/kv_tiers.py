@@ -102,7 +102,7 @@ class Bench:
         from kimicore.handle import SinkCall
         from kimicore.wake import AsyncWaker
 
-        call = SinkCall(ids, len(ids), "", AsyncWaker())
+        call = SinkCall(ids, len(ids), "", "full", AsyncWaker())
         self.engine.face.loop.sink(call)
         while not call.done:
             await anyio.sleep(0.01)

@@ -4,9 +4,9 @@
 
 The runner is driven directly, so that any token can be asked as generated tokens are: as a query of its own that reads
 ``--shares`` of the blocks in layers with full attention. Contexts before it are computed with full attention, as
-prompts always are. ``--choices`` are ways to choose blocks: "bounds" is the engine's own; "bounds-8" is the same with
+prompts always are. ``--choices`` are ways to choose blocks: "own" is the engine's own; "own-8" is the same with
 the last 8 blocks always kept instead of 2; "latest" takes the first block and the last ones, as many in all; "exact"
-takes those that get the most attention, which needs every key and shows what an estimate could reach; "narrow-0.25" is
+takes those that get the most attention, which needs every key and shows what an estimate could reach; "range-1" is
 the engine's bound with the range of keys in a block taken as a quarter as wide. "+2" behind one of them: the first two
 layers read all blocks.
 
@@ -128,7 +128,7 @@ def exact_weights(kv: Tensor, heads: Tensor, slots: Tensor, layer: int, context:
     return mass.view(len(keys), len(slots), SIZE).sum(dim=-1)
 
 
-def narrow_weights(part: float, summary: Tensor, heads: Tensor, slots: Tensor, layer: int, context: int) -> Tensor:
+def range_weights(part: float, summary: Tensor, heads: Tensor, slots: Tensor, layer: int, context: int) -> Tensor:
     """Return what the engine's bound gives when a channel's range is ``part`` as wide, about the same middle."""
     lowest, highest = summary[slots[: context // SIZE], layer].float().unbind(2)  # [n, KH, D], of whole blocks
     middle, half = (lowest + highest) / 2, part * (highest - lowest) / 2
@@ -196,13 +196,13 @@ class Bench:
             elif name == "exact":
                 weigh = partial(exact_weights, self.arena.views[layer.group])
                 ops = evolve(ops, choose_blocks=partial(best_blocks, weigh))
-            elif name.startswith("narrow-"):
-                part, summary = float(name.removeprefix("narrow-")), self.arena.summaries[layer.group]
+            elif name.startswith("range-"):
+                part, summary = float(name.removeprefix("range-")), self.arena.summaries[layer.group]
                 if summary is not None:  # else a window's layer, which reads all that it sees
-                    weigh = partial(narrow_weights, part, summary)
+                    weigh = partial(range_weights, part, summary)
                     ops = evolve(ops, choose_blocks=partial(best_blocks, weigh))
-            elif name.startswith("bounds-"):
-                ops = evolve(ops, choose_blocks=partial(ops.choose_blocks, recent=int(name.removeprefix("bounds-"))))
+            elif name.startswith("own-"):
+                ops = evolve(ops, choose_blocks=partial(ops.choose_blocks, recent=int(name.removeprefix("own-"))))
             found.append(evolve(layer, ops=whole if index < int(dense or 0) else ops))
         self.model._attention = found
 
@@ -348,7 +348,7 @@ def needle(options: argparse.Namespace, bench: Bench) -> None:
             asked = questions(bench, variant, needles)
             bench.choose(choice)
             made = ask(bench, [row for row, _ in asked])
-            bench.choose("bounds")
+            bench.choose("own")
             bench.restore(mark)
             for share in (1.0, *options.shares):
                 if share == 1.0 and choice != options.choices[0]:
@@ -391,7 +391,7 @@ def perplexity(options: argparse.Namespace, bench: Bench) -> None:
     apart = (len(bench.text) - options.targets - most) // max(1, options.texts - 1)
     for length in options.lengths:
         bench.reset()
-        bench.choose("bounds")
+        bench.choose("own")
         texts = []
         for number in range(options.texts):
             ids = bench.window(most + apart * number, length, options.targets)
@@ -416,7 +416,7 @@ def perplexity(options: argparse.Namespace, bench: Bench) -> None:
                     share=share,
                     **beside(found[:, at], full),
                 )
-    bench.choose("bounds")
+    bench.choose("own")
 
 
 def beside(found: Tensor, full: Tensor) -> dict[str, Any]:
@@ -501,7 +501,7 @@ def shares(text: str) -> list[float]:
 
 
 def words(text: str) -> list[str]:
-    """Return the words of "bounds,latest"."""
+    """Return the words of "own,latest"."""
     return text.split(",")
 
 
@@ -513,7 +513,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES)}")
     parser.add_argument("--shares", type=shares, default=[0.5, 0.25, 0.125], help="of the blocks")
-    parser.add_argument("--choices", type=words, default=["bounds", "latest"], help="such as bounds,exact+2")
+    parser.add_argument("--choices", type=words, default=["own", "latest"], help="such as own,exact+2")
     parser.add_argument("--variants", type=words, default=["answer", "question"], help="of needle")
     parser.add_argument("--needles", type=int, default=4, help="of needle, at each depth")
     parser.add_argument("--lengths", type=numbers, default=[1_000, 2_000, 4_000, 7_000], help="of needle, perplexity")

@@ -47,7 +47,7 @@ async def push_out(engine: Engine) -> None:
 
 async def written(engine: Engine, ids: list[int]) -> None:
     """Have a context written to disk."""
-    call = SinkCall(ids, len(ids), "", AsyncWaker())
+    call = SinkCall(ids, len(ids), "", "full", AsyncWaker())
     engine.face.loop.sink(call)
     with anyio.fail_after(60):
         while not call.done:

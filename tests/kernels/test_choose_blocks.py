@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kimicore.errors import ConfigError
 from kimicore.kernels.choose_blocks import native, reference
+from kimicore.kernels.choose_blocks.reference import RANGE
 from kimicore.kernels.key_summary.reference import key_summary
 
 from .cases import implementations
@@ -101,13 +102,15 @@ def plain_estimates(rows: Rows, row: int, head: int, rivals: Sequence[int]) -> l
     group = rows.q.shape[1] // rows.summary.shape[2]
     found = [0.0] * len(rivals)
     for h in range(head * group, (head + 1) * group):
-        bounds = []
+        scores = []
         for n in rivals:
             low, high = rows.summary[int(rows.table[row, n]), LAYER, head].tolist()
             query = rows.q[row, h].tolist()
-            bounds.append(rows.scale * sum(max(x * a, x * b) for x, a, b in zip(query, low, high, strict=True)))
-        top = max(bounds, default=0.0)
-        found = [have + math.exp(bound - top) for have, bound in zip(found, bounds, strict=True)]
+            sums = [x * (a + b) / 2 + RANGE * abs(x) * (b - a) / 2 for x, a, b in zip(query, low, high, strict=True)]
+            scores.append(rows.scale * sum(sums))
+        top = max(scores, default=0.0)
+        weights = [math.exp(score - top) for score in scores]
+        found = [have + weight / sum(weights) for have, weight in zip(found, weights, strict=True)]
     return found
 
 
@@ -200,8 +203,8 @@ def test_native_agrees_with_the_reference(op: Any, dtype: torch.dtype) -> None:
 
 
 @given(seed=st.integers(0, 10**6), group=st.integers(1, 4), dim=st.integers(1, 40), dtype=st.sampled_from(DTYPES))
-def test_the_bound_bounds_the_scores(seed: int, group: int, dim: int, dtype: torch.dtype) -> None:
-    """No key of a block has a score above the bound that the block's summary gives."""
+def test_the_range_bounds_the_scores(seed: int, group: int, dim: int, dtype: torch.dtype) -> None:
+    """No key of a block has a score above what its whole range gives, of which the estimate takes a quarter."""
     random = torch.Generator().manual_seed(seed)
     kv = torch.randn(6, 1, 2, 1, 16, dim, generator=random).to(dtype)
     q, summary = torch.randn(group, dim, generator=random).to(dtype), torch.empty(6, 1, 1, 2, dim, dtype=dtype)
@@ -210,9 +213,11 @@ def test_the_bound_bounds_the_scores(seed: int, group: int, dim: int, dtype: tor
     for h in range(group):
         found = reference.estimates(q[h : h + 1], summary[:, 0], scale=0.2)[0].double().log()  # bound - top
         low, high = (summary[:, 0, 0, i].double() for i in (0, 1))
-        bound = 0.2 * torch.maximum(q[h].double() * low, q[h].double() * high).sum(dim=1)
-        torch.testing.assert_close(found, bound - bound.max(), rtol=1e-4, atol=1e-4)
-        assert (highest[:, h] <= bound + 1e-9).all()
+        middle = 0.2 * (q[h].double() * (low + high) / 2).sum(dim=1)
+        reach = 0.2 * (q[h].double().abs() * (high - low) / 2).sum(dim=1)
+        score = middle + RANGE * reach
+        torch.testing.assert_close(found - found.max(), score - score.max(), rtol=1e-4, atol=1e-4)
+        assert (highest[:, h] <= middle + reach + 1e-9).all()
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -1,8 +1,9 @@
-// Which blocks of a paged cache a query attends to: bounds of its scores by each block's least and largest keys, then the
-// blocks with the largest estimates. A bound depends on nothing but its query and its block, and each head's choice on its
-// bounds alone, so a row chooses the same in every batch and with any number of threads.
+// Which blocks of a paged cache a query attends to: a score for each block by its least and largest keys, then the blocks
+// with the largest estimates. A score depends on nothing but its query and its block, and each head's choice on its scores
+// alone, so a row chooses the same in every batch and with any number of threads.
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <memory>
 #include <new>
 #include <vector>
@@ -11,6 +12,7 @@
 namespace {
 constexpr int64_t GRAIN = 1 << 17;  // products of a query and a summary's element that are worth a thread
 constexpr int ITEM_BLOCKS = 64;     // blocks of one piece of work, a multiple of W
+constexpr float RANGE = 0.25f;      // how much of a channel's range counts
 
 enum Fault { FINE = 0, BAD_CONTEXT = 1, BAD_SLOT = 2, NO_MEMORY = 3 };
 
@@ -96,11 +98,12 @@ template <class T> struct Run {
       transpose(sums[h]);
       for (int n = W / 2; n; n /= 2)
         for (int i = 0; i < n; i++) sums[h][i] += sums[h][i + n];
-      store(to + h * stride, splat(c.scale) * sums[h][0]);
+      const vf score = splat(c.scale) * sums[h][0], zero = score - score;
+      store(to + h * stride, zero == zero ? score : splat(NAN));
     }
   }
 
-  // The queries of a kv head, each as its negative channels (they take the minimum) and then its positive ones.
+  // The queries of a kv head, each as the weights of the minima and then those of the maxima.
   bool prepare(const Item& one, float*& q) const {
     q = (float*)queries.need((size_t)group * padded * sizeof(float));
     if (!q) return false;
@@ -109,8 +112,9 @@ template <class T> struct Run {
       float* to = q + (size_t)h * padded;
       for (int d = 0; d < c.dim; d++) {
         const float x = widen(from[d]);
-        to[d] = x > 0 ? 0.f : x;
-        to[c.dim + d] = x < 0 ? 0.f : x;
+        const float wide = RANGE * std::fabs(x);
+        to[d] = 0.5f * (x - wide);
+        to[c.dim + d] = 0.5f * (x + wide);
       }
       std::fill(to + wide, to + padded, 0.f);
     }
@@ -140,7 +144,7 @@ template <class T> struct Run {
       choose(one.row, one.head);
   }
 
-  // Bounds to estimates, as integers of the same order: a NaN is above all, and lanes behind the last rival below.
+  // Scores to estimates, as integers of the same order: a NaN is above all, and lanes behind the last rival below.
   void estimate(int row, int head) const {
     const int count = rows[row].rivals, stride = whole(count);
     float* from = bound(row, head);
@@ -151,10 +155,14 @@ template <class T> struct Run {
       vf highest = splat(-INFINITY);
       for (int i = 0; i < stride; i += W) highest = max(load(own + i), highest);  // leaves NaN out
       const float found = lanes_max(highest), top = found == -INFINITY ? 0.f : found;
+      vf total{};
       for (int i = 0; i < stride; i += W) {
         const vf weight = exp(load(own + i) - top);
-        store(from + i, h ? load(from + i) + weight : weight);
+        store(own + i, weight);
+        total = total + (weight == weight ? weight : vf{});
       }
+      const float sum = lanes_sum(total), part = sum > 0 ? 1.f / sum : 1.f;
+      for (int i = 0; i < stride; i += W) store(from + i, h ? load(from + i) + load(own + i) * part : load(own + i) * part);
     }
     for (int i = 0; i < stride; i += W) {
       const vf sum = load(from + i);

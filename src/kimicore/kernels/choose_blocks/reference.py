@@ -1,30 +1,46 @@
-"""Which blocks of a paged cache a query attends to, by an upper bound of its scores (Quest; Tang et al., 2024)."""
+"""Which blocks of a paged cache a query attends to, by their keys' ranges (after Quest; Tang et al., 2024).
+
+Quest takes the largest score that any key within a block's ranges could have. Over 16 tokens that is far from what a
+key there has. On SmolLM2-135M a planted number is found more often where a quarter of each range is taken, about the
+same middle (10 texts of 2,000 tokens: 9 and 7 of them at 1/4 and 1/8 of the blocks, beside 7 and 3), at the same
+perplexity.
+"""
 
 from __future__ import annotations
+
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from kimicore.errors import ConfigError
 
-__all__ = ["choose_blocks", "estimates"]
+__all__ = ["RANGE", "choose_blocks", "estimates"]
+
+RANGE: Final = 0.25
+"""How much of a channel's range counts."""
 
 
 def estimates(q: Tensor, summary: Tensor, *, scale: float) -> Tensor:
     """Return how much each block can weigh with the query [KH, n] float32: q [H, D], summary [n, KH, 2, D].
 
-    A query head's bound of a block is ``scale * sum_d max(q_d * min_d, q_d * max_d)``, which no score of the block
-    exceeds. The estimate adds up ``exp(bound - top)`` over the query heads of a key-value head, where top is the
-    head's largest bound that is a number. It is NaN where a summary or query holds a NaN or an infinity, and 0, like
-    others, where every head's bound lies further below its top than float32 holds (about 87).
+    A query head's score of a block is ``scale * sum_d (q_d * middle_d + RANGE * |q_d| * half_d)``, with the middle of
+    a channel's keys and half of their range. The estimate is the share that the block has of the head's softmax over
+    these scores, added up over the query heads of a key-value head. It is NaN where a summary or query holds a NaN or
+    an infinity (such a block has no share of the others'), and 0, like others, where every head's score lies further
+    below its largest than float32 holds (about 87).
     """
     heads = q.float().reshape(summary.shape[1], -1, q.shape[1])  # [KH, G, D]
-    halves = torch.cat((heads.clamp(max=0), heads.clamp(min=0)), dim=-1)  # a negative channel takes the minimum
+    wide = RANGE * heads.abs()
+    halves = torch.cat((0.5 * (heads - wide), 0.5 * (heads + wide)), dim=-1)  # of the minimum, of the maximum
     ranges = summary.float().flatten(2).transpose(0, 1)  # [KH, n, 2D]
     # One sum for each block: a matrix product rounds equal blocks at different places differently.
-    bounds = scale * (halves.unsqueeze(2) * ranges.unsqueeze(1)).sum(dim=-1)  # [KH, G, n]
-    tops = bounds.masked_fill(bounds.isnan(), -torch.inf).amax(dim=-1, keepdim=True)
-    return (bounds - tops.masked_fill(tops == -torch.inf, 0)).exp().sum(dim=1)
+    scores = scale * (halves.unsqueeze(2) * ranges.unsqueeze(1)).sum(dim=-1)  # [KH, G, n]
+    scores = scores.masked_fill(~scores.isfinite(), torch.nan)
+    tops = scores.nan_to_num(nan=-torch.inf).amax(dim=-1, keepdim=True)
+    weights = (scores - tops.masked_fill(tops == -torch.inf, 0)).exp()
+    totals = weights.nan_to_num(nan=0.0).sum(dim=-1, keepdim=True)
+    return (weights / totals.masked_fill(totals == 0, 1)).sum(dim=1)
 
 
 def choose_blocks(
