@@ -6,8 +6,8 @@ The runner is driven directly, so that any token can be asked as generated token
 ``--shares`` of the blocks in layers with full attention. Contexts before it are computed with full attention, as
 prompts always are. ``--choices`` are ways to choose blocks: "own" is the engine's own; "own-8" is the same with
 the last 8 blocks always kept instead of 2; "latest" takes the first block and the last ones, as many in all; "exact"
-takes those that get the most attention, which needs every key and shows what an estimate could reach; "range-1" is
-the engine's bound with the range of keys in a block taken as a quarter as wide. "+2" behind one of them: the first two
+takes those that get the most attention, which needs every key and shows what an estimate could reach; "range-1" goes by
+the whole range of a block's keys, as Quest does, and "range-0.5" by half of it. "+2" behind one of them: the first two
 layers read all blocks.
 
 ``needle``: in a text of ``--lengths`` tokens one sentence tells the secret number of somebody, at a depth of 0.1 to
