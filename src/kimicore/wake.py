@@ -76,6 +76,10 @@ class AsyncWaker:
             self._unread = 0
 
 
+SIGNAL_S = 0.25
+"""How late a waiting thread may hear of a signal."""
+
+
 class ThreadWaker:
     """Wakes one thread."""
 
@@ -89,6 +93,12 @@ class ThreadWaker:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until notified since the last wait; False when ``timeout_s`` passed first."""
-        woken = self._event.wait(timeout_s)
+        if timeout_s is None:
+            # A signal that comes just before a thread falls asleep does not wake it: it looks for one now and then.
+            while not self._event.wait(SIGNAL_S):
+                pass
+            woken = True
+        else:
+            woken = self._event.wait(timeout_s)
         self._event.clear()
         return woken

@@ -19,14 +19,22 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 SMALL: dict[str, Any] = {"dtype": "float32", "kv_device_bytes": "1MiB"}
 
 
-def test_an_interrupt_cancels_the_call(tiny: Path, alone: Alone) -> None:
+def test_an_interrupt_cancels_the_call(tiny: Path, alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in a blocking call ends that call and its request; the engine serves on (hw-native-sys/pypto-lib#274)."""
     with SyncEngine(tiny, EngineConfig(**SMALL)) as engine:
+        engine.open()
+        cancel, cancelled = engine.face.cancel, threading.Event()
+
+        def noted(handle: Any) -> None:
+            cancel(handle)
+            cancelled.set()
 
         def interrupt(step: BoundStep) -> None:
             if len(runner.steps) == 3:
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                cancelled.wait(60)  # or a busy machine would let the request end before its caller hears of the signal
 
+        monkeypatch.setattr(engine.face, "cancel", noted)
         with around(engine, interrupt) as runner, pytest.raises(KeyboardInterrupt):
             engine.generate([5], max_tokens=8000, **GREEDY)
         assert engine.generate([5], max_tokens=4, **GREEDY).choices[0] == alone([5], max_tokens=4, **GREEDY)
