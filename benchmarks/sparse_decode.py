@@ -4,11 +4,10 @@
 
 The runner is driven directly, so that any token can be asked as generated tokens are: as a query of its own that reads
 ``--shares`` of the blocks in layers with full attention. Contexts before it are computed with full attention, as
-prompts always are. ``--choices`` are ways to choose blocks: "own" is the engine's own; "own-8" is the same with
-the last 8 blocks always kept instead of 2; "latest" takes the first block and the last ones, as many in all; "exact"
-takes those that get the most attention, which needs every key and shows what an estimate could reach; "range-1" goes by
-the whole range of a block's keys, as Quest does, and "range-0.5" by half of it. "+2" behind one of them: the first two
-layers read all blocks.
+prompts always are. ``--choices`` are ways to choose blocks: "own" is the engine's own; "latest" takes the
+first block and the last ones, as many in all; "exact" takes those that get the most attention, which needs every key
+and shows what an estimate could reach; "range-1" goes by the whole range of a block's keys, as Quest does, and
+"range-0.5" by half of it.
 
 ``needle``: in a text of ``--lengths`` tokens one sentence tells the secret number of somebody, at a depth of 0.1 to
 0.9, and the text ends with a question for it. Variant "answer": the question is part of the prompt, and what is
@@ -40,7 +39,6 @@ from torch import Tensor
 import kimicore
 from engine import TEXT, machine
 from kimicore.assembly import assemble, choose_dtype
-from kimicore.kernels.ops import ChooseBlocksOp
 from kimicore.runner import ModelRunner
 from kimicore.sampling_params import SamplingParams
 from kimicore.types import BoundRow, BoundStep, RowPlan, Shape
@@ -138,20 +136,6 @@ def range_weights(part: float, summary: Tensor, heads: Tensor, slots: Tensor, la
     return found
 
 
-def chosen_whole(
-    op: ChooseBlocksOp,
-    q: Tensor,
-    summary: Tensor,
-    layer: int,
-    block_table: Tensor,
-    contexts: Tensor,
-    keep: Tensor,
-    **how: Any,
-) -> tuple[Tensor, Tensor]:
-    """Choose every block."""
-    return op(q, summary, layer, block_table, contexts, torch.full_like(keep, block_table.shape[1]), **how)
-
-
 class Bench:
     """A runner with an arena whose slots are given out here, and token ids of a text."""
 
@@ -186,24 +170,20 @@ class Bench:
 
     def choose(self, choice: str) -> None:
         """Have blocks chosen in this way from here on."""
-        whole = evolve(self.model.ops, choose_blocks=partial(chosen_whole, self.model.ops.choose_blocks))
         found = []
-        for index, layer in enumerate(self.model._attention):
-            name, _, dense = choice.partition("+")
+        for layer in self.model._attention:
             ops = self.model.ops
-            if name == "latest":
+            if choice == "latest":
                 ops = evolve(ops, choose_blocks=latest_blocks)
-            elif name == "exact":
+            elif choice == "exact":
                 weigh = partial(exact_weights, self.arena.views[layer.group])
                 ops = evolve(ops, choose_blocks=partial(best_blocks, weigh))
-            elif name.startswith("range-"):
-                part, summary = float(name.removeprefix("range-")), self.arena.summaries[layer.group]
+            elif choice.startswith("range-"):
+                part, summary = float(choice.removeprefix("range-")), self.arena.summaries[layer.group]
                 if summary is not None:  # else a window's layer, which reads all that it sees
                     weigh = partial(range_weights, part, summary)
                     ops = evolve(ops, choose_blocks=partial(best_blocks, weigh))
-            elif name.startswith("own-"):
-                ops = evolve(ops, choose_blocks=partial(ops.choose_blocks, recent=int(name.removeprefix("own-"))))
-            found.append(evolve(layer, ops=whole if index < int(dense or 0) else ops))
+            found.append(evolve(layer, ops=ops))
         self.model._attention = found
 
     def branch(self, row: Row, known: Sequence[int], more: int, share: float | None = None) -> Row:
