@@ -50,7 +50,9 @@ async def test_ended_requests_are_forgotten(shared: Engine) -> None:
 
     warm = await round_of(1000)
     end = await round_of(4000)
-    assert living() <= before
+    with anyio.fail_after(10):  # the engine's thread may be on its way out of its last pass
+        while living() > before:
+            await anyio.sleep(0.01)
     loop = shared.face.loop
     assert not (loop._live or loop._inbox or loop._book._deadlines or loop._book._roster.groups)
     assert end - warm < 8 << 20
