@@ -19,7 +19,7 @@ from kimicore.kernels import build, registry
 SOURCE = Path(build.__file__).with_name("gated_act") / "gated_act.cpp"
 OPERATIONS = {
     "linear", "rms_norm", "rotary_write", "gated_act", "paged_attention", "block_mass", "gumbel", "key_summary",
-    "choose_blocks", "kv_quantize", "quantized_attention",
+    "choose_blocks", "kv_quantize", "quantized_attention", "packed_linear", "packed_rows", "arrange",
 }  # fmt: skip
 HAS_COMPILER = any(shutil.which(name) for name in ("c++", "g++", "clang++"))
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER, reason="this machine has no C++ compiler")

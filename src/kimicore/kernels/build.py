@@ -152,14 +152,16 @@ def build_library(
 ) -> NativeLibrary:
     """Compile ``source`` unless it is in the cache, and load it; ``limit_s`` seconds bound the compiler.
 
-    Headers (``*.h``) are sought beside it and one folder above. ``CXX``, ``PATH``, ``KIMICORE_CACHE`` and
-    ``XDG_CACHE_HOME`` are read from ``environ``. Several processes may build at once: each renames a whole file
-    into place.
+    Headers (``*.h``) may lie beside it, one folder above, and in the other folders there. ``CXX``, ``PATH``,
+    ``KIMICORE_CACHE`` and ``XDG_CACHE_HOME`` are read from ``environ``. Several processes may build at once: each
+    renames a whole file into place.
     """
     try:
         compiler = _compiler(environ)
         version = _version(tuple(compiler), limit_s)
-        headers = (*sorted(source.parent.glob("*.h")), *sorted(source.parent.parent.glob("*.h")))
+        headers = sorted(
+            {*source.parent.glob("*.h"), *source.parent.parent.glob("*.h"), *source.parent.parent.glob("*/*.h")}
+        )
         tuning = _TUNING.get(platform.machine())
         command = [*compiler, *FLAGS, *([tuning] if tuning else [])]
         parts = [" ".join(command), version, _processor(), *(p.read_text() for p in (source, *headers))]

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from kimicore.kernels.packed_linear.layout import PackedWeight
+from kimicore.kernels.packed_linear.tiled import TiledWeight
+
 __all__ = [
+    "ArrangeOp",
     "BlockMassOp",
     "ChooseBlocksOp",
     "GatedActOp",
     "KeySummaryOp",
     "KvQuantizeOp",
     "LinearOp",
+    "PackedLinearOp",
+    "PackedRowsOp",
     "PagedAttentionOp",
     "QuantizedAttentionOp",
     "RmsNormOp",
@@ -24,6 +31,29 @@ class LinearOp(Protocol):
     """See :func:`kimicore.kernels.linear.reference.linear`."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
+
+
+class ArrangeOp(Protocol):
+    """Puts a packed weight into the form in which this machine's products read it.
+
+    See :func:`kimicore.kernels.packed_linear.reference.arrange` and :func:`kimicore.kernels.packed_linear.tiled.tiled`.
+    """
+
+    def __call__(self, weight: PackedWeight) -> PackedWeight | TiledWeight: ...
+
+
+class PackedLinearOp(Protocol):
+    """See :func:`kimicore.kernels.packed_linear.reference.packed_linear`."""
+
+    def __call__(
+        self, x: Tensor, weight: PackedWeight | TiledWeight, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor: ...
+
+
+class PackedRowsOp(Protocol):
+    """See :func:`kimicore.kernels.packed_linear.reference.packed_rows`."""
+
+    def __call__(self, weight: PackedWeight | TiledWeight, rows: Tensor, dtype: torch.dtype) -> Tensor: ...
 
 
 class RmsNormOp(Protocol):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from attrs import evolve, field, frozen
+from attrs import evolve, field, fields, frozen
 
 from kimicore.errors import ConfigError
 from kimicore.kernels.block_mass import native as native_block_mass
@@ -29,17 +30,22 @@ from kimicore.kernels.linear import reference as reference_linear
 from kimicore.kernels.linear.floor import row_floor, row_invariant_linear
 from kimicore.kernels.linear.shapes import few_shapes_linear
 from kimicore.kernels.ops import (
+    ArrangeOp,
     BlockMassOp,
     ChooseBlocksOp,
     GatedActOp,
     KeySummaryOp,
     KvQuantizeOp,
     LinearOp,
+    PackedLinearOp,
+    PackedRowsOp,
     PagedAttentionOp,
     QuantizedAttentionOp,
     RmsNormOp,
     RotaryWriteOp,
 )
+from kimicore.kernels.packed_linear import native as native_packed_linear
+from kimicore.kernels.packed_linear import reference as reference_packed_linear
 from kimicore.kernels.paged_attention import native as native_paged_attention
 from kimicore.kernels.paged_attention import quantized, quantized_native, tiled
 from kimicore.kernels.paged_attention import reference as reference_attention
@@ -80,6 +86,9 @@ class Ops:
     choose_blocks: ChooseBlocksOp
     kv_quantize: KvQuantizeOp
     quantized_attention: QuantizedAttentionOp
+    packed_linear: PackedLinearOp
+    packed_rows: PackedRowsOp
+    arrange: ArrangeOp
     origins: tuple[OpOrigin, ...] = field(default=(), kw_only=True)
 
 
@@ -137,6 +146,23 @@ def _chosen(
     return found, OpOrigin(op, "native", why)
 
 
+def _chosen_alike(dtype: torch.dtype) -> list[tuple[str, Callable[[], tuple[Any, str]], Any]]:
+    """Return the operations that are native where they can be, and else their reference: (name, load, reference)."""
+    return [
+        ("rms_norm", native_rms_norm.load, reference_rms_norm.rms_norm),
+        ("rotary_write", native_rotary.load, reference_rotary.rotary_write),
+        ("gated_act", native_gated_act.load, reference_gated_act.gated_act),
+        ("block_mass", native_block_mass.load, reference_block_mass.block_mass),
+        ("gumbel", native_gumbel.load, gumbel),
+        ("key_summary", native_key_summary.load, reference_key_summary.key_summary),
+        ("choose_blocks", native_choose_blocks.load, reference_choose_blocks.choose_blocks),
+        ("kv_quantize", native_kv_quantize.load, reference_kv_quantize.kv_quantize),
+        ("packed_linear", partial(native_packed_linear.load, dtype), reference_packed_linear.packed_linear),
+        ("arrange", partial(native_packed_linear.load_arrange, dtype), reference_packed_linear.arrange),
+        ("packed_rows", partial(native_packed_linear.load_rows, dtype), reference_packed_linear.packed_rows),
+    ]
+
+
 def select_ops(device: str, dtype: torch.dtype, *, native: bool = True, shapes: Sequence[tuple[int, int]] = ()) -> Ops:
     """Return the table for ``device`` ("cpu") and ``dtype``, compiling what is not in the cache yet.
 
@@ -150,42 +176,18 @@ def select_ops(device: str, dtype: torch.dtype, *, native: bool = True, shapes: 
         raise ConfigError(f"dtype={dtype}: must be float32, bfloat16 or float16")
     if native:
         compile_all(sorted(Path(__file__).parent.glob("*/*.cpp")))
-    linear, linear_origin = _linear(dtype, native, shapes)
-    attention, attention_origin = _paged_attention(dtype, native)
-    norm, norm_origin = _chosen("rms_norm", native_rms_norm.load, reference_rms_norm.rms_norm, dtype, native)
-    rotary, rotary_origin = _chosen("rotary_write", native_rotary.load, reference_rotary.rotary_write, dtype, native)
-    gated, gated_origin = _chosen("gated_act", native_gated_act.load, reference_gated_act.gated_act, dtype, native)
-    mass, mass_origin = _chosen("block_mass", native_block_mass.load, reference_block_mass.block_mass, dtype, native)
-    noise, noise_origin = _chosen("gumbel", native_gumbel.load, gumbel, dtype, native)
-    summary, summary_origin = _chosen(
-        "key_summary", native_key_summary.load, reference_key_summary.key_summary, dtype, native
-    )
-    choice, choice_origin = _chosen(
-        "choose_blocks", native_choose_blocks.load, reference_choose_blocks.choose_blocks, dtype, native
-    )
-    packing, packing_origin = _chosen(
-        "kv_quantize", native_kv_quantize.load, reference_kv_quantize.kv_quantize, dtype, native
-    )
-    packed, packed_origin = _quantized_attention(dtype, native)
-    origins = [
-        linear_origin,
-        norm_origin,
-        rotary_origin,
-        gated_origin,
-        attention_origin,
-        mass_origin,
-        noise_origin,
-        summary_origin,
-        choice_origin,
-        packing_origin,
-        packed_origin,
-    ]
+    found: dict[str, tuple[Any, OpOrigin]] = {
+        "linear": _linear(dtype, native, shapes),
+        "paged_attention": _paged_attention(dtype, native),
+        "quantized_attention": _quantized_attention(dtype, native),
+    }
+    for op, load, reference in _chosen_alike(dtype):
+        found[op] = _chosen(op, load, reference, dtype, native)
+    origins = [found[one.name][1] for one in fields(Ops) if one.name in found]
     if native and parallel_entry() is None:
         remark = "; on one thread, since the team of threads could not be built"
         origins = [evolve(o, why=o.why + remark) if o.implementation == "native" else o for o in origins]
-    return Ops(
-        linear, norm, rotary, gated, attention, mass, noise, summary, choice, packing, packed, origins=tuple(origins)
-    )
+    return Ops(**{op: implementation for op, (implementation, _) in found.items()}, origins=tuple(origins))
 
 
 def describe(ops: Ops) -> tuple[tuple[str, str, str], ...]:

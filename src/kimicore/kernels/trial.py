@@ -20,17 +20,24 @@ from kimicore.kernels.kv_quantize import reference as packing
 from kimicore.kernels.kv_quantize.layout import packed_layer_bytes
 from kimicore.kernels.linear import reference as product
 from kimicore.kernels.ops import (
+    ArrangeOp,
     BlockMassOp,
     ChooseBlocksOp,
     GatedActOp,
     KeySummaryOp,
     KvQuantizeOp,
     LinearOp,
+    PackedLinearOp,
+    PackedRowsOp,
     PagedAttentionOp,
     QuantizedAttentionOp,
     RmsNormOp,
     RotaryWriteOp,
 )
+from kimicore.kernels.packed_linear import native as unpacking_native
+from kimicore.kernels.packed_linear import reference as unpacking
+from kimicore.kernels.packed_linear.crossover import Crossover
+from kimicore.kernels.packed_linear.layout import PackedWeight, pack_codes
 from kimicore.kernels.paged_attention import quantized
 from kimicore.kernels.paged_attention import reference as attention
 from kimicore.kernels.rms_norm import reference as norm
@@ -148,6 +155,53 @@ def quantized_attention(op: QuantizedAttentionOp, dtype: torch.dtype) -> bool:
     return True
 
 
+def _packed(bits: int, levels: bool) -> PackedWeight:
+    """Return a weight [35, 96] in groups of 32; ``levels``: with scales and offsets of two levels."""
+    codes = pack_codes((_noise(bits, 35, 96).abs() * 1000).to(torch.int64).to(torch.uint8) & (1 << bits) - 1, bits)
+    scales = _noise(2, 35, 3).abs() / 16
+    if not levels:
+        return PackedWeight(35, 96, bits, 32, codes, scales.half(), zero=1 << bits - 1)
+    small, supers = (scales * 256).to(torch.uint8), _noise(4, 35, 1).half() / 256
+    return PackedWeight(
+        35, 96, bits, 32, codes, small, offsets=small.flip(0), super_scales=supers, super_offsets=supers.flip(0)
+    )
+
+
+def packed_linear(op: PackedLinearOp, dtype: torch.dtype) -> bool:
+    """Return whether the product agrees for all numbers of bits, for few rows and for many."""
+    bias = _noise(3, 35).to(dtype)
+    for rows, bits, levels in ((1, 4, False), (7, 4, True), (40, 5, False), (7, 6, True), (40, 8, False)):
+        x, weight = _noise(1, rows, 96).to(dtype) / 8, _packed(bits, levels)
+        if not _near(op(x, weight, bias), unpacking.packed_linear(x, weight, bias)):
+            return False
+    return True
+
+
+def arrange(op: ArrangeOp, dtype: torch.dtype) -> bool:
+    """Return whether products and rows agree with weights as they are arranged, whichever way they are multiplied."""
+    product, rows_of = unpacking_native.load(dtype, Crossover(4, 64))[0], unpacking_native.load_rows(dtype)[0]
+    if product is None or rows_of is None:
+        return False
+    which = torch.tensor([34, 0, 7])
+    for bits, levels in ((4, False), (4, True), (5, True), (6, True), (8, False)):
+        weight = _packed(bits, levels)
+        own = op(weight)
+        for rows in (1, 6, 40, 600):
+            x = _noise(1, rows, 96).to(dtype) / 8
+            if not _near(product(x, own), unpacking.packed_linear(x, weight)):
+                return False
+        if not torch.equal(rows_of(own, which, dtype), unpacking.packed_rows(weight, which, dtype)):
+            return False
+    return True
+
+
+def packed_rows(op: PackedRowsOp, dtype: torch.dtype) -> bool:
+    """Return whether rows are the same."""
+    rows = torch.tensor([34, 0, 7])
+    cases = [_packed(bits, levels) for bits in (4, 5, 6, 8) for levels in (False, True)]
+    return all(torch.equal(op(one, rows, dtype), unpacking.packed_rows(one, rows, dtype)) for one in cases)
+
+
 TRIALS: Final[dict[str, Callable[[Any, torch.dtype], bool]]] = {
     "linear": linear,
     "rms_norm": rms_norm,
@@ -159,4 +213,7 @@ TRIALS: Final[dict[str, Callable[[Any, torch.dtype], bool]]] = {
     "choose_blocks": choose_blocks,
     "kv_quantize": kv_quantize,
     "quantized_attention": quantized_attention,
+    "packed_linear": packed_linear,
+    "packed_rows": packed_rows,
+    "arrange": arrange,
 }

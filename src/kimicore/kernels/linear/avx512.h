@@ -50,12 +50,12 @@ template <class P, int M, int N> void tile(const Call& c, int64_t m, int64_t o) 
       for (int j = 0; j < N; j++) sum[i][j] = P::step(sum[i][j], a, P::part(w + j * c.weight_row + k, left));
     }
   }
-  T* y = (T*)c.y + m * c.outs + o;
+  T* y = (T*)c.y + m * c.y_row + o;
 #pragma GCC unroll 8
   for (int i = 0; i < M; i++)
 #pragma GCC unroll 8
     for (int j = 0; j < N; j++)
-      narrow(lanes_sum(sum[i][j]) + (c.bias ? widen(((const T*)c.bias)[o + j]) : 0.f), y + i * c.outs + j);
+      narrow(lanes_sum(sum[i][j]) + (c.bias ? widen(((const T*)c.bias)[o + j]) : 0.f), y + i * c.y_row + j);
 }
 template <class P, int N> void columns(const Call& c, int64_t m, int64_t last, int64_t o) {
   for (; m + TM <= last; m += TM) tile<P, TM, N>(c, m, o);
@@ -67,21 +67,22 @@ template <class P, int N> void columns(const Call& c, int64_t m, int64_t last, i
   }
 }
 
-template <class P> void run(const Call& c, int threads, parallel_entry entry) {
-  const int64_t tiles = (c.outs + TN - 1) / TN;
+// Outputs [first, last).
+template <class P> void wide_range(const Call& c, int64_t first, int64_t last) {
   const int64_t row_bytes = (int64_t)sizeof(typename P::T) * std::max<int64_t>(c.depth, 1);
   const int64_t close = std::max<int64_t>(TM, CACHE_BYTES / row_bytes / TM * TM);
+  for (int64_t m = 0; m < c.rows; m += close) {
+    const int64_t stop = std::min(c.rows, m + close);
+    int64_t o = first;
+    for (; o + TN <= last; o += TN) columns<P, TN>(c, m, stop, o);
+    for (; o < last; o++) columns<P, 1>(c, m, stop, o);
+  }
+}
+template <class P> void run(const Call& c, int threads, parallel_entry entry) {
+  const int64_t tiles = (c.outs + TN - 1) / TN;
   const int useful = (int)std::min<int64_t>(threads, c.rows * c.outs * c.depth / GRAIN);
   shared_range(entry, useful, tiles, [&](int64_t first, int64_t last) {
-    for (int64_t m = 0; m < c.rows; m += close) {
-      const int64_t stop = std::min(c.rows, m + close);
-      for (int64_t t = first; t < last; t++) {
-        int64_t o = t * TN;
-        if (o + TN <= c.outs) columns<P, TN>(c, m, stop, o);
-        else
-          for (; o < c.outs; o++) columns<P, 1>(c, m, stop, o);
-      }
-    }
+    wide_range<P>(c, first * TN, std::min(c.outs, last * TN));
   });
 }
 #if defined(KC_BF16_DOT)
@@ -147,12 +148,12 @@ template <int M, int F> void half_tile(const Call& c, int64_t m, int64_t o, cons
   if (c.bias)
 #pragma GCC unroll 8
     for (int i = 0; i < W; i++) bias[i] = widen(((const bf16*)c.bias)[o + i % HN]);
-  bf16* y = (bf16*)c.y + m * c.outs + o;
+  bf16* y = (bf16*)c.y + m * c.y_row + o;
 #pragma GCC unroll 8
   for (int i = 0; i < M; i += 4) {
     bf16 whole[W];
     store(whole, lanes_sums(sum + i, M - i) + bias);
-    for (int r = i; r < M && r < i + 4; r++) memcpy(y + r * c.outs, whole + (r - i) * HN, HN * sizeof(bf16));
+    for (int r = i; r < M && r < i + 4; r++) memcpy(y + r * c.y_row, whole + (r - i) * HN, HN * sizeof(bf16));
   }
 }
 template <int M> void half_tile(const Call& c, int64_t m, int64_t o, const bf16* next, int fetched) {

@@ -9,6 +9,6 @@ constexpr int64_t GRAIN = 1 << 15;  // products that are worth a thread
 struct Call {
   const void *x, *weight, *bias;
   void* y;
-  int64_t rows, outs, depth, x_row, weight_row;
+  int64_t rows, outs, depth, x_row, weight_row, y_row;
 };
 }  // namespace

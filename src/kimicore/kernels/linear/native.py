@@ -55,7 +55,7 @@ __all__ = ["ALL_ROWS", "load", "most_rows"]
 
 ALL_ROWS: Final = (1 << 63) - 1
 _TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_CALL: Final = struct.Struct("4P5q")  # struct Call of call.h
+_CALL: Final = struct.Struct("4P6q")  # struct Call of call.h
 
 
 def load(dtype: torch.dtype) -> tuple[LinearOp | None, str]:
@@ -113,7 +113,7 @@ def _bound(entry: Callable[..., int], parallel: int, dtype: torch.dtype, limit: 
                 torch.addmm(bias, x[:done], weight.t(), out=y[:done])
         call = pack(
             x.data_ptr() + 2 * done * x.stride(0), weight.data_ptr(), 0 if bias is None else bias.data_ptr(),
-            y.data_ptr() + 2 * done * outs, rows - done, outs, depth, x.stride(0), weight.stride(0),
+            y.data_ptr() + 2 * done * outs, rows - done, outs, depth, x.stride(0), weight.stride(0), outs,
         )  # fmt: skip
         if entry(call, kind, threads(), parallel):
             raise MemoryError(f"linear: no memory to pack {rows} rows of {depth}")

@@ -76,13 +76,13 @@ void plain_tile(const Call& c, const float* rows, int64_t stride, int64_t m, int
       for (int i = 0; i < M; i++) sum[i * N + j] = fma(load_part(x + i * stride + k, left), b, sum[i * N + j]);
     }
   }
-  T* y = (T*)c.y + m * c.outs + o;
+  T* y = (T*)c.y + m * c.y_row + o;
   float whole[M * N + W];
 #pragma GCC unroll 16
   for (int n = 0; n < M * N; n += W) store(whole + n, lanes_sums(sum + n, std::min(W, M * N - n)));
   for (int i = 0; i < M; i++)
     for (int j = 0; j < N; j++)
-      narrow(whole[i * N + j] + (c.bias ? widen(((const T*)c.bias)[o + j]) : 0.f), y + i * c.outs + j);
+      narrow(whole[i * N + j] + (c.bias ? widen(((const T*)c.bias)[o + j]) : 0.f), y + i * c.y_row + j);
 }
 template <class T, int M>
 void plain_columns(const Call& c, const float* x, int64_t stride, int64_t m, int64_t first, int64_t last, Ahead ahead, Run run) {
@@ -179,7 +179,7 @@ template <class T, int M> void packed_tile(const Call& c, const Packing& p, cons
       store(part[r][i] + W, sum[i][1]);
     }
   }
-  T* y = (T*)c.y + m * c.outs + o;
+  T* y = (T*)c.y + m * c.y_row + o;
   for (int v = 0; v < PV; v++) {
     const int64_t left = c.outs - o - v * W;
     if (left <= 0) break;
@@ -192,7 +192,7 @@ template <class T, int M> void packed_tile(const Call& c, const Packing& p, cons
       for (int n = W / 2; n; n /= 2)
 #pragma GCC unroll 8
         for (int r = 0; r < n; r++) t[r] = t[r] + t[r + n];
-      store_part(y + i * c.outs + v * W, t[0] + bias, (int)std::min<int64_t>(W, left));
+      store_part(y + i * c.y_row + v * W, t[0] + bias, (int)std::min<int64_t>(W, left));
     }
   }
 }
@@ -217,21 +217,31 @@ void packed_range(const Call& c, const Packing& p, const float* x, float* w, int
     }
   }
 }
+// All rows of a call, or those from m to stop, packed at x by all threads.
+template <class T>
+void pack_all(const Call& c, const Packing& p, int64_t m, int64_t stop, float* x, int threads, parallel_entry entry) {
+  const int64_t count = (stop - m + PM - 1) / PM;
+  shared_range(entry, threads, count, [&](int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; t++) {
+      const int64_t from = (stop - m) * t / count, rows = (stop - m) * (t + 1) / count - from;
+      pack_rows<T>(c, p, m + from, (int)rows, x + t * p.tile_floats());
+    }
+  });
+}
+// As many rows as are packed at once.
+inline int64_t packed_block(const Packing& p) {
+  return std::max<int64_t>(PM, ROWS_BYTES / (int64_t)(p.tile_floats() * sizeof(float)) * PM);
+}
 template <class T> bool run_packed(const Call& c, int threads, parallel_entry entry) {
   const Packing p(c.depth);
-  const int64_t block = std::max<int64_t>(PM, ROWS_BYTES / (int64_t)(p.tile_floats() * sizeof(float)) * PM);
+  const int64_t block = packed_block(p);
   const int64_t tiles = (std::min(c.rows, block) + PM - 1) / PM, panels = (c.outs + PW - 1) / PW;
   float* x = (float*)rows_scratch.need(tiles * p.tile_floats() * sizeof(float));
   if (!x) return false;
   std::atomic<bool> failed{false};
   for (int64_t m = 0; m < c.rows; m += block) {
-    const int64_t stop = std::min(c.rows, m + block), count = (stop - m + PM - 1) / PM;
-    shared_range(entry, threads, count, [&](int64_t first, int64_t last) {
-      for (int64_t t = first; t < last; t++) {
-        const int64_t from = (stop - m) * t / count, rows = (stop - m) * (t + 1) / count - from;
-        pack_rows<T>(c, p, m + from, (int)rows, x + t * p.tile_floats());
-      }
-    });
+    const int64_t stop = std::min(c.rows, m + block);
+    pack_all<T>(c, p, m, stop, x, threads, entry);
     shared_range(entry, threads, panels, [&](int64_t first, int64_t last) {
       float* w = (float*)weights_scratch.need(p.panel_floats() * sizeof(float));
       if (w) packed_range<T>(c, p, x, w, m, stop, first, last);
@@ -241,19 +251,28 @@ template <class T> bool run_packed(const Call& c, int threads, parallel_entry en
   return !failed;
 }
 
+// The rows of a call in float32: as they lie, or widened; whether there was memory for that.
+struct PlainRows {
+  const float* x;
+  int64_t stride;
+  bool there;
+};
+template <class T> PlainRows plain_rows(const Call& c) {
+  if constexpr (std::is_same<T, float>::value) return {(const float*)c.x, c.x_row, true};
+  const int64_t stride = (c.depth + W) / W * W;
+  float* wide = (float*)rows_scratch.need(c.rows * stride * sizeof(float));
+  if (!wide) return {nullptr, 0, false};
+  for (int64_t m = 0; m < c.rows; m++)
+    for (int64_t k = 0; k < c.depth; k += W)
+      store(wide + m * stride + k, load_part((const T*)c.x + m * c.x_row + k, (int)std::min<int64_t>(W, c.depth - k)));
+  return {wide, stride, true};
+}
 template <class T> bool run_plain(const Call& c, int threads, parallel_entry entry) {
-  const float* x = (const float*)c.x;
-  int64_t stride = c.x_row;
-  if constexpr (!std::is_same<T, float>::value) {
-    stride = (c.depth + W) / W * W;
-    float* wide = (float*)rows_scratch.need(c.rows * stride * sizeof(float));
-    if (!wide) return false;
-    for (int64_t m = 0; m < c.rows; m++)
-      for (int64_t k = 0; k < c.depth; k += W)
-        store(wide + m * stride + k, load_part((const T*)c.x + m * c.x_row + k, (int)std::min<int64_t>(W, c.depth - k)));
-    x = wide;
-  }
-  shared_range(entry, threads, c.outs, [&](int64_t first, int64_t last) { plain_range<T>(c, x, stride, first, last); });
+  const PlainRows rows = plain_rows<T>(c);
+  if (!rows.there) return false;
+  shared_range(entry, threads, c.outs, [&](int64_t first, int64_t last) {
+    plain_range<T>(c, rows.x, rows.stride, first, last);
+  });
   return true;
 }
 template <class T> bool run(const Call& c, int threads, parallel_entry entry) {

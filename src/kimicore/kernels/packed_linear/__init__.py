@@ -1,0 +1,1 @@
+"""Product with a weight that is kept in integers of 4 to 8 bits."""
