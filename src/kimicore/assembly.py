@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,9 +21,12 @@ from kimicore.memory import available_bytes
 from kimicore.model.importance_table import ImportanceTable, table_path
 from kimicore.model.kv_layout import kv_classes
 from kimicore.model.load import open_source
+from kimicore.model.modules import modules_of
+from kimicore.model.products import packed_product
 from kimicore.model.spec import ModelSpec, spec_from_config
 from kimicore.model.transformer import Transformer
 from kimicore.plan import Planner
+from kimicore.policies.precision.named import policy_named, resolved_by
 from kimicore.prefix import KeyContext
 from kimicore.runner import ModelRunner
 from kimicore.text.tokenizer import Tokenizer
@@ -31,9 +34,10 @@ from kimicore.tiering import lower_tiers
 from kimicore.types import KVClass
 
 if TYPE_CHECKING:
+    from kimicore.kernels.registry import Ops
     from kimicore.model.source import WeightSource
 
-__all__ = ["assemble", "choose_dtype"]
+__all__ = ["assemble", "choose_dtype", "keeps_packed"]
 
 DEFAULT_KV_BYTES = 1 << 30
 DEFAULT_KV_SHARE = 0.25
@@ -47,11 +51,8 @@ Progress = Callable[[str, int, int], None]
 
 def assemble(model: str | os.PathLike[str], config: EngineConfig, progress: Progress | None) -> EngineLoop:
     """Load ``model`` and return its engine, not yet started."""
-    if os.getpid() != LOADED_IN:
-        raise ForkedProcess(
-            f"an engine opened in process {LOADED_IN} before this one was forked from it, and torch's threads do not "
-            "survive that: start the child with the 'spawn' method, or fork before the first engine opens"
-        )
+    _check_process()
+    maps = _precision_policy(config)
     source = open_source(model, progress=progress)
     spec = spec_from_config(source.config)
     dtype = choose_dtype(config.dtype)
@@ -63,15 +64,19 @@ def assemble(model: str | os.PathLike[str], config: EngineConfig, progress: Prog
         config.precisions,
         summaries=config.sparse_decode,
     )
+    precision = None if maps is None else resolved_by(maps, modules_of(spec))
     importance = _importance(os.fspath(model), source, classes, config)
     arena = _arena(classes, config)
     ops = select_ops("cpu", dtype, native=config.native_kernels, shapes=_weight_shapes(spec))
-    transformer = Transformer.load(spec, source, ops, dtype, progress, known_tokens=tokenizer.vocab_size)
+    known, packed = tokenizer.vocab_size, keeps_packed(config, ops)[0]
+    transformer = Transformer.load(
+        spec, source, ops, dtype, progress, known_tokens=known, packed=packed, precision=precision
+    )
     runner = ModelRunner(transformer, arena, ops, config.block_tokens)
     warm = runner.warm_up(min(WARM_TOKENS, config.max_batch_tokens))
     dynamic = any(one.kind == "dynamic" for one in spec.ropes)
     clock = MonotonicClock()
-    contexts = _contexts(classes, spec, source, tokenizer, dtype)
+    contexts = _contexts(classes, transformer, source, tokenizer)
     lower = lower_tiers(config, arena, contexts, clock)
     try:
         book = Book.from_config(
@@ -101,6 +106,21 @@ def assemble(model: str | os.PathLike[str], config: EngineConfig, progress: Prog
         if lower is not None:
             lower.mover.close(0.0)
         raise
+
+
+def _check_process() -> None:
+    if os.getpid() != LOADED_IN:
+        raise ForkedProcess(
+            f"an engine opened in process {LOADED_IN} before this one was forked from it, and torch's threads do not "
+            "survive that: start the child with the 'spawn' method, or fork before the first engine opens"
+        )
+
+
+def _precision_policy(config: EngineConfig) -> Any:
+    """Return the policy whose map rounds the weights, or None where they are as the file has them."""
+    if config.precision in ("stored", "none"):
+        return None
+    return policy_named(config.precision, config.policy.get("precision"))
 
 
 def _tokenizer(source: WeightSource, spec: ModelSpec) -> Tokenizer:
@@ -188,17 +208,28 @@ def _described(kv_class: KVClass) -> bytes:
     return " ".join(map(str, parts)).encode()
 
 
+def keeps_packed(config: EngineConfig, ops: Ops) -> tuple[bool, str]:
+    """Return whether quantized weights stay packed in memory, and why it is so."""
+    if config.precision == "none":
+        return False, "precision='none' expands them"
+    return packed_product(ops)
+
+
 def _contexts(
-    classes: Sequence[KVClass], spec: ModelSpec, source: WeightSource, tokenizer: Tokenizer, dtype: torch.dtype
+    classes: Sequence[KVClass], transformer: Transformer, source: WeightSource, tokenizer: Tokenizer
 ) -> tuple[KeyContext, ...]:
     """Return per KV class everything that its blocks' bytes depend on beside tokens and tenant."""
-    weights = f"{source.fingerprint} {dtype}".encode()
+    weights = f"{source.fingerprint} {transformer.dtype}".encode()
+    if transformer.packed:
+        weights += b" packed"
+    if transformer.precision is not None:
+        weights += b" map " + transformer.precision.fingerprint
     return tuple(
         KeyContext(
             weights=weights,
             tokenizer=tokenizer.version,
             kv_class=_described(one),
-            rope=repr(spec.ropes).encode(),
+            rope=repr(transformer.spec.ropes).encode(),
         )
         for one in classes
     )

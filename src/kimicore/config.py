@@ -17,7 +17,8 @@ from kimicore.types import KV_PRECISIONS, KVPrecision
 __all__ = ["EngineConfig", "check_budgets"]
 
 _DOMAINS: dict[str, KVPrecision] = {"medical": "full", "legal": "full", "finance": "full"}
-_POLICY_KINDS = ("batching", "eviction", "padding")
+_POLICY_KINDS = ("batching", "eviction", "padding", "precision")
+_NO_MAPS = ("stored", "none")
 
 
 def check_budgets(max_batch_size: int, max_batch_tokens: int, min_batch_size: int) -> None:
@@ -79,6 +80,12 @@ class EngineConfig:
     ``dtype``: "auto" is bfloat16 where the processor multiplies it natively, else float32. Only float32
     promises the same tokens in every batch. ``device``: "auto" or "cpu". ``threads``: torch's thread count, set
     when the engine opens and restored when it closes; None leaves it alone.
+
+    ``precision``: of the weights. "stored": what a file has quantized stays as it is, packed in memory, and the rest
+    has ``dtype``; "none": everything is expanded to ``dtype``; the name of a precision map ("asymmetric", "uniform",
+    "custom", an installed one, "uniform-int4", "uniform-int8"): matrices are rounded as it says, to nearest, while they
+    are loaded, with its settings in ``policy``. Where products with packed weights have no native version here,
+    weights are expanded at load: values are the same, memory is not.
 
     ``max_batch_size`` rows and ``max_batch_tokens`` tokens bound a step. ``min_batch_size`` and
     ``max_wait_s``: while other rows run, new prompts are held back until that many wait or the oldest has
@@ -155,6 +162,7 @@ class EngineConfig:
     policy_fault_limit: int = int_field(16, 1, 1 << 30, fault=ConfigError)
     native_kernels: bool = boolean_field(True, fault=ConfigError)
     shutdown_s: float = float_field(10.0, 0.0, 3600.0, fault=ConfigError)
+    precision: str = name_field("stored", fault=ConfigError)
 
     def __attrs_post_init__(self) -> None:
         if self.block_tokens not in (16, 32, 64):
@@ -166,6 +174,10 @@ class EngineConfig:
         if not self.prefix_cache and self.importance != "off":
             raise ConfigError(
                 f"prefix_cache=False: importance={self.importance!r} is of cached prefixes; leave one out"
+            )
+        if self.precision in _NO_MAPS and "precision" in self.policy:
+            raise ConfigError(
+                f"precision={self.precision!r}: has no settings; leave policy.precision out, or name a precision map"
             )
         check_budgets(self.max_batch_size, self.max_batch_tokens, self.min_batch_size)
 

@@ -184,7 +184,7 @@ def test_bad_json_files(name: str, content: bytes, tmp_path: Path) -> None:
         ({"config__json": None}, "config.json: file: is missing"),
         ({"tokenizer__json": None}, "tokenizer.json: file: is missing"),
         ({"tokenizer__json": None, "tokenizer__model": b"x"}, "tokenizer.model alone is not enough"),
-        ({"config__json": {"quantization_config": {"quant_method": "gptq"}}}, "quantization_config: 'gptq' is not"),
+        ({"config__json": {"quantization_config": {"quant_method": "fp8"}}}, "quantization_config: 'fp8' is not"),
         ({"config__json": {"eos_token_id": "2"}}, "eos_token_id: '2' is no token id"),
         ({"generation_config__json": {"eos_token_id": [1, 2.5]}}, "eos_token_id: 2.5 is no token id"),
         ({"tokenizer_config__json": {"add_bos_token": "yes"}}, "add_bos_token: must be true or false"),

@@ -41,7 +41,13 @@ def test_settings_reach_the_map(smollm2_path: Path, capsys: pytest.CaptureFixtur
         (["--precision", "best"], 1, "asymmetric"),
         (["--set", "ffn"], 2, "KEY=VALUE"),
         (["--set", "ffn=int3"], 2, "ffn='int3'"),
-        (["--precision", "uniform", "--set", "weights=int4"], 2, "embed_tokens: 576 inputs are not a multiple"),
+        (["--set", "strict=true"], 2, "mlp.gate_proj: 576 inputs are not a multiple of int4's groups of 128"),
+        (["--precision", "uniform-int4", "--set", "strict=true"], 2, "embed_tokens: 576 inputs are not a multiple"),
+        (
+            ["--precision", "uniform", "--set", "weights=int4", "--set", "strict=true"],
+            2,
+            "embed_tokens: 576 inputs are not a multiple",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_error(

@@ -16,6 +16,7 @@ from kimicore.contracts import ModuleView, Precision, PrecisionRules
 from kimicore.errors import ConfigError
 from kimicore.plugins import KINDS, resolve
 from kimicore.policies.precision import PRECISIONS, ActivationPrecision, ResolvedMap, resolve_precision
+from kimicore.policies.precision.named import map_names, policy_named, resolved_by, smaller_groups
 
 MODEL = (
     ModuleView("embed_tokens", "embedding", (1000, 256)),
@@ -272,6 +273,37 @@ def test_groups_shrink_to_what_fits(ffn: str, inputs: int, precision: str) -> No
     modules = [ModuleView("layers.0.mlp.up_proj", "ffn", (4, inputs))]
     policy = resolve("precision", "asymmetric", {"ffn": ffn})
     assert resolve_precision(policy.rules(modules), modules).precision(modules[0].name) == precision
+
+
+@pytest.mark.parametrize(("policy", "setting"), [("asymmetric", "ffn"), ("uniform", "weights")])
+@pytest.mark.parametrize(("inputs", "precision"), [(128, "int4"), (576, "int4-g64"), (96, "int4-g32"), (100, "int8")])
+def test_smaller_groups_are_told_or_refused(policy: str, setting: str, inputs: int, precision: str) -> None:
+    """What does not fit has smaller groups and is told of, or is an error of a strict map."""
+    modules = [ModuleView(f"layers.{at}.mlp.up_proj", "ffn", (4, inputs)) for at in range(3)]
+    chosen = policy_named(policy, {setting: "int4"})
+    found = resolved_by(chosen, modules)
+    assert {one.precision for one in found.modules} == {precision}
+    notes = smaller_groups(chosen, found)
+    strict = policy_named(policy, {setting: "int4", "strict": True})
+    if precision == "int4":
+        assert notes == []
+        assert resolved_by(strict, modules) == found or policy == "uniform"
+    else:
+        told = f"3 matrices have {precision}: {inputs} inputs are no multiple of 128, the group of int4"
+        assert notes == [told]
+        with pytest.raises(ConfigError, match=f"{inputs} inputs are not a multiple of int4's groups of 128"):
+            resolved_by(strict, modules)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"), [("none", "bfloat16"), ("uniform-int4", "int4"), ("uniform-int8", "int8")]
+)
+def test_short_names(name: str, precision: str) -> None:
+    """A short name is a uniform map; settings beside it go before what it means."""
+    found = resolved_by(policy_named(name), MODEL)
+    assert {one.precision for one in found.modules if len(one.module.shape) == 2} == {precision}
+    assert name in map_names()
+    assert policy_named(name, {"weights": "float16"}).weights == "float16"
 
 
 @pytest.mark.parametrize("weights", list(PRECISIONS))

@@ -1,4 +1,4 @@
-"""A GGUF file as a model: tensors dequantized as they are read, the vocabulary as the tokenizer needs it."""
+"""A GGUF file as a model: tensors dequantized or in their own codes, the vocabulary as the tokenizer needs it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ import numpy as np
 import torch
 
 from kimicore.errors import ModelLoadError
+from kimicore.kernels.packed_linear.layout import PackedWeight
 from kimicore.model.dequantize import dequantize
 from kimicore.model.gguf import GGUFFile, StringArray, read_gguf
 from kimicore.model.gguf_config import Keys, architecture_of, gguf_config
 from kimicore.model.gguf_names import Placed, place_tensors
 from kimicore.model.mapped import fault, sample_digest
+from kimicore.model.packed.gguf_blocks import pack_blocks
 from kimicore.text.source import GGUFVocabulary, TextSource
 
 __all__ = ["GGUFSource"]
@@ -89,6 +91,16 @@ class GGUFSource:
             self._read_flat(placed, result.view(-1))
         return result
 
+    def packed(self, name: str) -> PackedWeight | None:
+        """Return a matrix in the file's own codes, or None where the file has it as floats."""
+        placed = self._find(name)
+        info = placed.info
+        if len(info.shape) != 2 or placed.offset:
+            return None
+        rows = _untangled(info.shape[0], placed.heads) if placed.heads else None
+        raw = self._gguf.file.data[info.offset : info.offset + info.size_bytes]
+        return pack_blocks(raw, info.type, (info.shape[0], info.shape[1]), rows)
+
     def _floats(self, placed: Placed, start: int, stop: int) -> torch.Tensor:
         """Return elements ``start`` to ``stop`` (both at block borders) in float32."""
         kind, offset = placed.info.type, placed.info.offset
@@ -104,16 +116,22 @@ class GGUFSource:
             result[start:stop] = self._floats(placed, start, stop)
 
     def _read_heads(self, placed: Placed, result: torch.Tensor) -> None:
-        # ggml rotates neighbours and files store each head's rows as (0, D/2, 1, D/2 + 1, ...); undo that.
         rows = result.shape[0]
         width = result.numel() // rows
-        half = rows // placed.heads // 2
-        order = torch.arange(rows).view(placed.heads, 2, half).transpose(1, 2).reshape(-1)
+        order = _untangled(rows, placed.heads)
         step = max(1, _CHUNK_ELEMENTS // width)
         for start in range(0, rows, step):
             stop = min(start + step, rows)
             block = self._floats(placed, start * width, stop * width).view(-1, *result.shape[1:])
             result[order[start:stop]] = block.to(result.dtype)
+
+
+def _untangled(rows: int, heads: int) -> torch.Tensor:
+    """Return where each row of a rotated projection belongs.
+
+    ggml rotates neighbours, and files store each head's rows as (0, D/2, 1, D/2 + 1, ...).
+    """
+    return torch.arange(rows).view(heads, 2, rows // heads // 2).transpose(1, 2).reshape(-1)
 
 
 def _fingerprint(gguf: GGUFFile) -> str:

@@ -13,8 +13,12 @@ import numpy as np
 import torch
 
 from kimicore.errors import ModelLoadError
+from kimicore.kernels.packed_linear.layout import PackedWeight
 from kimicore.model.folder_text import folder_text, read_object
 from kimicore.model.mapped import fault, read_bounded, sample_digest
+from kimicore.model.packed.assembling import assemble
+from kimicore.model.packed.joining import expand
+from kimicore.model.packed.parts import Coded, find_coded
 from kimicore.model.safetensors_header import SafetensorsFile, StoredTensor, read_index, read_safetensors
 from kimicore.text.source import TextSource
 
@@ -31,6 +35,10 @@ _READABLE: Mapping[str, tuple[str, torch.dtype]] = MappingProxyType(
         "F64": ("<f8", torch.float64),
     }
 )
+_PARTS: Mapping[str, tuple[str, torch.dtype]] = MappingProxyType(
+    {**_READABLE, "I8": ("i1", torch.int8), "I32": ("<i4", torch.int32), "I64": ("<i8", torch.int64)}
+)
+_QUANTIZATION = ("quantization_config", "compression_config")  # the second is the first's older name
 _PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 # A model that also sees pictures keeps its language model under these names.
 _INNER = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head."}
@@ -47,10 +55,18 @@ class SafetensorsSource:
 
     def __init__(self, folder: Path, file: Path | None = None) -> None:
         self._path = folder
-        self._config = _config(folder)
+        self._config, quantization = _config(folder)
         self._files, self._where = _open(folder, file)
         self._text = folder_text(folder, self._config)
-        self._fingerprint = _fingerprint(self._config, self._files)
+        self._fingerprint = _fingerprint({**self._config, **quantization}, self._files)
+        self._coded: dict[str, Coded] = {}
+        parts: set[str] = set()
+        for one in quantization.values():
+            stored_names = {name: stored for name, (_, stored) in self._where.items()}
+            self._coded, parts = find_coded(
+                folder / "config.json", one, self.stored_tensors, stored_names, self._stored
+            )
+        self._names = [name for name in self._where if name not in parts] + list(self._coded)
 
     @property
     def path(self) -> Path:
@@ -64,7 +80,7 @@ class SafetensorsSource:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The content of ``config.json``."""
+        """The content of ``config.json``, without what it says of quantization: that is done here."""
         return self._config
 
     @property
@@ -72,9 +88,19 @@ class SafetensorsSource:
         """The tokenizer's file, the chat template and the special ids."""
         return self._text
 
+    @property
+    def coded(self) -> Mapping[str, Coded]:
+        """The quantized matrices by the names of their weights."""
+        return MappingProxyType(self._coded)
+
+    @property
+    def stored_tensors(self) -> Mapping[str, StoredTensor]:
+        """Everything in the files by name, the parts of quantized matrices one by one."""
+        return MappingProxyType({name: opened.tensors[stored] for name, (opened, stored) in self._where.items()})
+
     def names(self) -> Sequence[str]:
-        """Names of all tensors."""
-        return list(self._where)
+        """Names of all tensors; a quantized matrix has the name of its weight."""
+        return list(self._names)
 
     def _find(self, name: str) -> tuple[SafetensorsFile, StoredTensor]:
         try:
@@ -85,10 +111,25 @@ class SafetensorsSource:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, output features first."""
-        return self._find(name)[1].shape
+        coded = self._coded.get(name)
+        return self._find(name)[1].shape if coded is None else coded.shape
+
+    def packed(self, name: str) -> PackedWeight | None:
+        """Return a matrix in the folder's own codes, or None where the folder has it as floats."""
+        coded = self._coded.get(name)
+        if coded is None:
+            self._find(name)
+            return None
+        return assemble(self._path, coded, self._stored)
 
     def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor as ``dtype``, copied and converted a few megabytes at a time."""
+        """Return a tensor as ``dtype``, copied and converted a few megabytes at a time.
+
+        Beside a matrix that the folder has quantized, its packed form is in memory for a while.
+        """
+        packed = self.packed(name)
+        if packed is not None:
+            return expand(packed, dtype)
         file, tensor = self._find(name)
         if tensor.dtype not in _READABLE:
             raise fault(
@@ -96,35 +137,51 @@ class SafetensorsSource:
                 f"tensor {name!r} dtype",
                 f"{tensor.dtype} is not supported; supported are {', '.join(_READABLE)}",
             )
-        stored, seen_as = _READABLE[tensor.dtype]
-        result = torch.empty(tensor.shape, dtype=dtype)
-        flat = result.view(-1)
-        width = np.dtype(stored).itemsize
-        for start in range(0, tensor.size_bytes, _CHUNK_BYTES):
-            stop = min(start + _CHUNK_BYTES, tensor.size_bytes)
-            # A copy, because torch must never hold memory that it could write to and the map cannot take.
-            raw = file.file.data[tensor.offset + start : tensor.offset + stop].copy().view(stored)
-            flat[start // width : stop // width] = torch.from_numpy(raw).view(seen_as)
-        return result
+        return _copied(file, tensor, _READABLE[tensor.dtype], dtype)
+
+    def _stored(self, name: str) -> torch.Tensor:
+        """Return a part of a quantized matrix in its own type."""
+        file, tensor = self._find(name)
+        kind = _PARTS[tensor.dtype]
+        return _copied(file, tensor, kind, kind[1])
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _copied(
+    file: SafetensorsFile, tensor: StoredTensor, kind: tuple[str, torch.dtype], dtype: torch.dtype
+) -> torch.Tensor:
+    stored, seen_as = kind
+    result = torch.empty(tensor.shape, dtype=dtype)
+    flat = result.view(-1)
+    width = np.dtype(stored).itemsize
+    for start in range(0, tensor.size_bytes, _CHUNK_BYTES):
+        stop = min(start + _CHUNK_BYTES, tensor.size_bytes)
+        # A copy, because torch must never hold memory that it could write to and the map cannot take.
+        raw = file.file.data[tensor.offset + start : tensor.offset + stop].copy().view(stored)
+        flat[start // width : stop // width] = torch.from_numpy(raw).view(seen_as)
+    return result
+
+
+def _config(folder: Path) -> tuple[dict[str, Any], dict[str, Mapping[str, Any]]]:
+    """Return the model's config, and by its key what it says of quantization, if it does."""
     path = folder / "config.json"
     if not path.exists():
         adapter = " (an adapter is not a model by itself)" if (folder / "adapter_config.json").exists() else ""
         raise fault(path, "file", f"is missing{adapter}")
     config = read_object(folder, "config.json", must=True)
-    inner = config.get("text_config")
+    quantization: dict[str, Mapping[str, Any]] = {}
+    outermost, inner = config, config.get("text_config")
     if isinstance(inner, dict) and config.get("model_type") == "gemma3":
         outer: dict[str, Any] = {key: value for key, value in config.items() if key.endswith("_token_id")}
         config = {**outer, "model_type": "gemma3_text", **inner}
-    quantization = config.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise fault(
-            path, "quantization_config", f"{repr(method)[:60]} is not supported; use the plain weights or a GGUF file"
-        )
-    return config
+    for source in (config, outermost):
+        for key in _QUANTIZATION:
+            found = source.pop(key, None)
+            if found is None:
+                continue
+            if not isinstance(found, dict):
+                raise fault(path, key, f"{repr(found)[:60]} is no object")
+            quantization = {key: found}
+    return config, quantization
 
 
 def _open(folder: Path, file: Path | None) -> tuple[list[SafetensorsFile], dict[str, tuple[SafetensorsFile, str]]]:

@@ -11,6 +11,8 @@ from kimicore.text.source import TextSource
 if TYPE_CHECKING:
     import torch
 
+    from kimicore.kernels.packed_linear.layout import PackedWeight
+
 __all__ = ["Progress", "WeightSource"]
 
 Progress = Callable[[str, int, int], None]
@@ -55,5 +57,13 @@ class WeightSource(Protocol):
         """Return a tensor as ``dtype``, dequantized; beside the result at most about 32 MB are used.
 
         Raises :class:`~kimicore.ModelLoadError` for a name that is not there or a dtype that cannot be read.
+        """
+        ...
+
+    def packed(self, name: str) -> PackedWeight | None:
+        """Return a matrix as the file has quantized it, or None where it has it as floats and nothing is read.
+
+        :meth:`read` gives the same numbers, rounded to its dtype. Raises :class:`~kimicore.ModelLoadError` for a name
+        that is not there.
         """
         ...

@@ -12,13 +12,16 @@ from kimicore.model.attending import LayerAttention
 from kimicore.model.batch import Batch, Measured
 from kimicore.model.importance import measured_layers
 from kimicore.model.kv_layout import kv_places
+from kimicore.model.packed.joining import form_of
+from kimicore.model.products import lookup, product
 from kimicore.model.rope import Rotary
 from kimicore.model.spec import ModelSpec
-from kimicore.model.weights import LayerWeights, ModelWeights, load_weights, weight_bytes
+from kimicore.model.weights import LayerWeights, ModelWeights, load_weights, matrices_of, weight_bytes
 
 if TYPE_CHECKING:
     from kimicore.kernels.registry import Ops
     from kimicore.model.source import Progress, WeightSource
+    from kimicore.policies.precision import ResolvedMap
 
 __all__ = ["Transformer"]
 
@@ -26,11 +29,20 @@ __all__ = ["Transformer"]
 class Transformer:
     """A loaded model. It holds no state beside its weights: what a step needs is in the batch and the arenas."""
 
-    def __init__(self, spec: ModelSpec, weights: ModelWeights, ops: Ops, *, known_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        ops: Ops,
+        *,
+        known_tokens: int | None = None,
+        precision: ResolvedMap | None = None,
+    ) -> None:
         self.spec = spec
         self.ops = ops
         self.weights = weights
-        self.dtype = weights.embedding.dtype
+        self.precision = precision
+        self.dtype = weights.dtype
         self.weight_bytes = weight_bytes(weights)
         self._known_tokens = spec.vocab_size if known_tokens is None else min(known_tokens, spec.vocab_size)
         self._rotary = Rotary(spec.ropes)
@@ -54,15 +66,36 @@ class Transformer:
         progress: Progress | None = None,
         *,
         known_tokens: int | None = None,
+        packed: bool = False,
+        precision: ResolvedMap | None = None,
     ) -> Transformer:
         """Return the model with its weights read from ``source`` in ``dtype``.
 
         ``progress("weights", done_bytes, total_bytes)`` is called as tensors arrive. ``known_tokens``: size of the
-        tokenizer's vocabulary; the logits of ids from there on (rows that pad the vocabulary) are -inf.
+        tokenizer's vocabulary; the logits of ids from there on (rows that pad the vocabulary) are -inf. ``packed``:
+        keep quantized weights in their codes. ``precision``: the map that matrices are rounded by.
 
         Raises :class:`~kimicore.ModelLoadError`; see :func:`kimicore.model.weights.load_weights`.
         """
-        return cls(spec, load_weights(spec, source, dtype, progress), ops, known_tokens=known_tokens)
+        weights = load_weights(
+            spec, source, dtype, progress, packed=packed, precision=precision, arrange=ops.arrange if packed else None
+        )
+        return cls(spec, weights, ops, known_tokens=known_tokens, precision=precision)
+
+    @property
+    def packed(self) -> bool:
+        """Whether any of its weights is packed."""
+        return not all(isinstance(one, Tensor) for one in matrices_of(self.weights))
+
+    def forms(self) -> tuple[tuple[str, int, int], ...]:
+        """Return for each form that matrices have its name, how many have it, and their bytes."""
+        found: dict[str, tuple[int, int]] = {}
+        for one in matrices_of(self.weights):
+            name = str(one.dtype).removeprefix("torch.") if isinstance(one, Tensor) else form_of(one)
+            size = one.numel() * one.element_size() if isinstance(one, Tensor) else one.weight_bytes
+            count, total = found.get(name, (0, 0))
+            found[name] = (count + 1, total + size)
+        return tuple([(name, *sums) for name, sums in found.items()])
 
     def forward(
         self,
@@ -78,7 +111,7 @@ class Transformer:
         The caller enters ``torch.inference_mode``.
         """
         ops, eps, layers = self.ops, self.spec.norm_eps, self.weights.layers
-        hidden = torch.nn.functional.embedding(batch.token_ids, self.weights.embedding)
+        hidden = lookup(ops, self.weights.embedding, batch.token_ids, self.dtype)
         if self._embed_scale is not None:
             hidden = hidden * self._embed_scale
         cos_sin = self._rotary.cos_sin(batch.positions, batch.rope_tokens)
@@ -96,10 +129,10 @@ class Transformer:
             if last:  # nothing reads the other tokens any more
                 attended = attended.index_select(0, batch.selected)
                 residual = residual.index_select(0, batch.selected)
-            mixed = ops.linear(attended, layer.output, layer.output_bias)
+            mixed = product(ops, attended, layer.output, layer.output_bias)
             normed, residual = self._join(mixed, residual, layer.attention_out_norm, layer.mlp_norm)
-            gated = ops.gated_act(ops.linear(normed, layer.gate_up, layer.gate_up_bias), self.spec.activation)
-            mixed = ops.linear(gated, layer.down, layer.down_bias)
+            gated = ops.gated_act(product(ops, normed, layer.gate_up, layer.gate_up_bias), self.spec.activation)
+            mixed = product(ops, gated, layer.down, layer.down_bias)
             following = self.weights.final_norm if last else layers[index + 1].input_norm
             normed, residual = self._join(mixed, residual, layer.mlp_out_norm, following)
         return normed
@@ -121,7 +154,7 @@ class Transformer:
     ) -> Tensor:
         """Write the layer's keys and values and return its rotated queries [T, H, D]."""
         spec = self.spec
-        qkv = self.ops.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, spec.head_dim)
+        qkv = product(self.ops, x, layer.qkv, layer.qkv_bias).view(len(x), -1, spec.head_dim)
         q, k, v = torch.split(qkv, [spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, _ = self.ops.rms_norm(q, layer.q_norm, spec.norm_eps)
@@ -155,7 +188,7 @@ class Transformer:
 
         That is ``4 * vocab_size`` bytes a row: score long prompts in pieces.
         """
-        scores = self.ops.linear(hidden, self.weights.head).float()
+        scores = product(self.ops, hidden, self.weights.head).float()
         cap = self.spec.final_softcap
         if cap is not None:
             scores = cap * torch.tanh(scores / cap)

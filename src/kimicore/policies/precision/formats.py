@@ -11,7 +11,7 @@ from attrs import frozen
 
 from kimicore.contracts import ModuleView
 
-__all__ = ["PRECISIONS", "NumberFormat"]
+__all__ = ["PRECISIONS", "NumberFormat", "fitting"]
 
 
 @frozen
@@ -74,3 +74,17 @@ PRECISIONS: Mapping[str, NumberFormat] = _formats(
 )
 """By name: floats, and symmetric integers with 16-bit scales. ``int8`` has a scale per row, and per token where
 activations are kept so; ``int4`` groups of 128, ``int4-g64`` and ``int4-g32`` smaller ones; ``int5`` groups of 32."""
+
+_SMALLER = ("int4", "int4-g64", "int4-g32", "int8")  # from the largest group to none
+
+
+def fitting(wanted: str, inputs: int) -> str:
+    """Return ``wanted``, or where its groups do not divide so many inputs, the next smaller groups that do.
+
+    Those are the next of ``int4``, ``int4-g64``, ``int4-g32`` and at last ``int8``, which fits always.
+    """
+    own = PRECISIONS[wanted]
+    if own.takes(inputs):
+        return wanted
+    smaller = [PRECISIONS[name] for name in _SMALLER]
+    return next(one.name for one in smaller if one.takes(inputs) and (not one.group or one.group < own.group))

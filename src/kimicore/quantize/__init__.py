@@ -1,0 +1,1 @@
+"""Quantizing a model: rounding its weights with an eye on what goes through them, and writing the result."""
