@@ -132,7 +132,10 @@ def package(session: nox.Session) -> None:
     (wheel,) = folder.glob("*.whl")
     session.install(str(wheel))
     package_root = ROOT / "src" / "kimicore"
-    sources = [str(path.relative_to(package_root)) for path in package_root.rglob("*") if path.suffix in (".cpp", ".h")]
+    carried = (".cpp", ".h", ".md", ".txt")  # kernels; the texts that quantizing calibrates on and verify judges by
+    sources = [str(path.relative_to(package_root)) for path in package_root.rglob("*") if path.suffix in carried]
+    if not all(any(name.startswith(f"{part}/texts/") for name in sources) for part in ("quantize", "verify")):
+        session.error("the texts of quantize and verify are not where this session looks for them")
     with session.chdir(folder):
         session.run("python", "-c", SMOKE.format(sources=["py.typed", *sorted(sources)]))
         session.run("kimicore", "doctor")

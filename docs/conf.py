@@ -31,4 +31,7 @@ nitpick_ignore_regex = [
     ("py:exc", r"(StopAsyncIteration|StopIteration|TypeError|ValueError|TimeoutError)"),
     # Internal types that stand in constructors which an application does not call itself.
     ("py:.*", r"(kimicore\.(face|handle)\.)?(Face|Handle|Job)"),
+    # What a docstring of quantizing or verifying names of the inside, for who has such a thing in hand already.
+    ("py:.*", r"kimicore\.model\.(load\.open_source|source\.WeightSource|transformer\.Transformer)|METHODS"),
+    ("py:.*", r"kimicore\.policies\.precision\.resolving\.ResolvedMap"),
 ]

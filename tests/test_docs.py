@@ -104,6 +104,9 @@ def test_command_lines_are_understood(page: Path, monkeypatch: pytest.MonkeyPatc
         cli.bench,
         cli.check_policy,
         cli.policies,
+        cli.precision,
+        cli.quantize,
+        cli.verify,
         cli.warmup,
     ):
         # The parser is the real one; only what would follow it, a model's answer, is left out.
@@ -122,13 +125,22 @@ def test_extras_exist() -> None:
             assert set(names.split(",")) <= set(project["optional-dependencies"]), f"{page.name}: {names}"
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "doctor"])
-def test_the_command_line_page_names_every_option(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The page of the command line names every option that a command's help lists, and no other."""
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("generate", "cli.md"),
+        ("chat", "cli.md"),
+        ("doctor", "cli.md"),
+        ("quantize", "quantizing.md"),
+        ("verify", "verify.md"),
+    ],
+)
+def test_a_command_s_page_names_every_option(command: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The page of a command names every option that its help lists."""
     with pytest.raises(SystemExit):
         cli.main([command, "--help"])
     options = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", capsys.readouterr().out)) - {"--help"}
-    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
     assert options <= set(re.findall(r"--[a-z][a-z-]*", page))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from kimicore.model.products import packed_product
 from kimicore.model.spec import ModelSpec, spec_from_config
 from kimicore.model.transformer import Transformer
 from kimicore.plan import Planner
+from kimicore.policies.precision import ActivationPrecision, ResolvedMap
 from kimicore.policies.precision.named import policy_named, resolved_by
 from kimicore.prefix import KeyContext
 from kimicore.runner import ModelRunner
@@ -43,6 +45,7 @@ DEFAULT_KV_BYTES = 1 << 30
 DEFAULT_KV_SHARE = 0.25
 
 WARM_TOKENS = 64
+RECORD_FILE = "kimicore.json"
 LOADED_IN = os.getpid()
 """The process that torch was loaded in: its threads do not survive a fork, and products in a child would hang."""
 
@@ -65,16 +68,16 @@ def assemble(model: str | os.PathLike[str], config: EngineConfig, progress: Prog
         summaries=config.sparse_decode,
     )
     precision = None if maps is None else resolved_by(maps, modules_of(spec))
+    rounds = _activations(config, source, precision)
     importance = _importance(os.fspath(model), source, classes, config)
     arena = _arena(classes, config)
     ops = select_ops("cpu", dtype, native=config.native_kernels, shapes=_weight_shapes(spec))
     known, packed = tokenizer.vocab_size, keeps_packed(config, ops)[0]
     transformer = Transformer.load(
-        spec, source, ops, dtype, progress, known_tokens=known, packed=packed, precision=precision
+        spec, source, ops, dtype, progress, known_tokens=known, packed=packed, precision=precision, activations=rounds
     )
     runner = ModelRunner(transformer, arena, ops, config.block_tokens)
     warm = runner.warm_up(min(WARM_TOKENS, config.max_batch_tokens))
-    dynamic = any(one.kind == "dynamic" for one in spec.ropes)
     clock = MonotonicClock()
     contexts = _contexts(classes, transformer, source, tokenizer)
     lower = lower_tiers(config, arena, contexts, clock)
@@ -85,10 +88,11 @@ def assemble(model: str | os.PathLike[str], config: EngineConfig, progress: Prog
             slabs=arena.slabs,
             config=config,
             contexts=contexts,
-            rope_original_tokens=spec.trained_tokens if dynamic else None,
+            rope_original_tokens=_rope_original_tokens(spec),
             secret=None if lower is None else lower.secret,
             tiers_of=None if lower is None else lower.tiers_of,
             importance=importance,
+            activations=transformer.activations,
         )
         return EngineLoop(
             book=book,
@@ -121,6 +125,40 @@ def _precision_policy(config: EngineConfig) -> Any:
     if config.precision in ("stored", "none"):
         return None
     return policy_named(config.precision, config.policy.get("precision"))
+
+
+def _activations(
+    config: EngineConfig, source: WeightSource, precision: ResolvedMap | None
+) -> ActivationPrecision | None:
+    """Return the precision of activations by the map in effect: that applied here, or the one beside the weights.
+
+    Raises ModelLoadError where a record lies beside the weights and cannot be read.
+    """
+    if config.activations != "map" or config.precision == "none":
+        return None
+    if precision is not None:
+        return precision.activations
+    path = source.path / RECORD_FILE
+    if not source.path.is_dir() or not path.exists():
+        return None
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if "map" not in record and record["format"] != "kimicore quantize":
+            return None  # of a step that rounds nothing
+        return ResolvedMap.from_json(json.dumps(record["map"])).activations
+    except OSError as error:
+        why: object = error.strerror or error
+    except (ConfigError, KeyError, RecursionError, TypeError, ValueError) as error:
+        why = error if isinstance(error, ConfigError) else repr(error)
+    raise ModelLoadError(
+        f"{path}: holds no precision map that can be read: {why!s:.300}; write it anew with kimicore quantize, or set "
+        "activations='16-bit' to do without"
+    )
+
+
+def _rope_original_tokens(spec: ModelSpec) -> int | None:
+    """Return the length from which a dynamic rope's factor grows, or None where the model has no such rope."""
+    return spec.trained_tokens if any(one.kind == "dynamic" for one in spec.ropes) else None
 
 
 def _tokenizer(source: WeightSource, spec: ModelSpec) -> Tokenizer:
@@ -224,12 +262,15 @@ def _contexts(
         weights += b" packed"
     if transformer.precision is not None:
         weights += b" map " + transformer.precision.fingerprint
+    own = transformer.activations
+    rounded = [] if own is None else [name for name in ("ends", "middle") if getattr(own, name) == "int8"]
     return tuple(
         KeyContext(
             weights=weights,
             tokenizer=tokenizer.version,
             kv_class=_described(one),
             rope=repr(transformer.spec.ropes).encode(),
+            activation=" ".join(rounded).encode(),
         )
         for one in classes
     )

@@ -20,6 +20,7 @@ from kimicore.importance import Importance
 from kimicore.leap import DecodeSteps, Ends, Leap
 from kimicore.ledger import Ledger
 from kimicore.plugins import faults_of, resolve
+from kimicore.policies.precision import ActivationPrecision
 from kimicore.prefix import BlockKeys, Chains, KeyChain, KeyContext, joined
 from kimicore.requests import Event, Failed, NewRequest, Request
 from kimicore.roster import Roster
@@ -88,18 +89,19 @@ class Book:
         secret: bytes | None = None,
         tiers_of: Callable[[Ledger], Tiers] | None = None,
         importance: Importance | None = None,
+        activations: ActivationPrecision | None = None,
     ) -> Book:
         """Return a book with the ledger and the policies that the settings name.
 
         ``slab_bytes``, ``slabs``: the arena, slab 0 included. ``secret``: keys the block names (None draws one).
-        ``tiers_of``: makes the tiers below the ledger's, where there are any.
+        ``tiers_of``: makes the tiers below the ledger's, where there are any. ``activations``: see :class:`BlockKeys`.
         """
         eviction = resolve("eviction", config.eviction, config.policy.get("eviction"))
         faults = faults_of("eviction", config.eviction, config)
         ledger = Ledger(classes, slab_bytes, slabs, config.block_tokens, eviction, faults=faults)
         return cls(
             ledger,
-            BlockKeys(config.block_tokens, secret),
+            BlockKeys(config.block_tokens, secret, activations),
             contexts,
             limits_of(config),
             max_waiting=config.max_waiting,
@@ -198,7 +200,7 @@ class Book:
         original = self._rope_original_tokens
         rope = None if original is None or prompt_tokens <= original else str(prompt_tokens).encode()
         kinds = [kind for kind in self.ledger.kinds[precision] if not self.ledger.classes[kind].tail]
-        made = self._keys.chains([self._contexts[kind] for kind in kinds], salt, rope)
+        made = self._keys.chains([self._contexts[kind] for kind in kinds], salt, rope, prompt_tokens)
         chains: list[KeyChain | None] = [None] * len(self._contexts)
         try:
             for kind, chain in zip(kinds, made, strict=True):

@@ -85,7 +85,9 @@ class EngineConfig:
     has ``dtype``; "none": everything is expanded to ``dtype``; the name of a precision map ("asymmetric", "uniform",
     "custom", an installed one, "uniform-int4", "uniform-int8"): matrices are rounded as it says, to nearest, while they
     are loaded, with its settings in ``policy``. Where products with packed weights have no native version here,
-    weights are expanded at load: values are the same, memory is not.
+    weights are expanded at load: values are the same, memory is not. ``activations``: of inputs to products with packed
+    weights. "map": as the precision map says that was applied here, or with "stored" the one that ``kimicore quantize``
+    left beside the weights; such maps may have 8 bits for the middle of a prompt. "16-bit": none is rounded.
 
     ``max_batch_size`` rows and ``max_batch_tokens`` tokens bound a step. ``min_batch_size`` and
     ``max_wait_s``: while other rows run, new prompts are held back until that many wait or the oldest has
@@ -163,6 +165,7 @@ class EngineConfig:
     native_kernels: bool = boolean_field(True, fault=ConfigError)
     shutdown_s: float = float_field(10.0, 0.0, 3600.0, fault=ConfigError)
     precision: str = name_field("stored", fault=ConfigError)
+    activations: str = choice_field("map", ("map", "16-bit"), fault=ConfigError)
 
     def __attrs_post_init__(self) -> None:
         if self.block_tokens not in (16, 32, 64):

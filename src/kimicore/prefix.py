@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from attrs import evolve, fields, frozen
 
 from kimicore.contracts import BlockKey
+from kimicore.policies.precision import ActivationPrecision
 
 __all__ = [
     "BlockKeys",
@@ -36,8 +37,9 @@ class KeyContext:
     """What a block's bytes depend on besides its tokens and those before them; every field is empty by default.
 
     ``weights``: fingerprint of the weights and their precision map. ``kv_class``: name, layers, dtype and window.
-    ``rope``: the variant with its factors (a dynamic one with the length that fixed its factor). ``activation``:
-    first, middle or last. ``salt``: the tenant's; requests with different salts never share a block.
+    ``rope``: the variant with its factors (a dynamic one with the length that fixed its factor). ``activation``: which
+    classes of positions have inputs in 8 bits; a chain's digests say which positions of a block are of which class.
+    ``salt``: the tenant's; requests with different salts never share a block.
     """
 
     weights: bytes = b""
@@ -64,31 +66,58 @@ def joined(*parts: bytes) -> bytes:
 
 
 class BlockKeys:
-    """Makes the keys of an engine: ``secret`` (at most 64 bytes; None draws one) and the block size in tokens."""
+    """Makes the keys of an engine: ``secret`` (at most 64 bytes; None draws one) and the block size in tokens.
 
-    def __init__(self, block_tokens: int, secret: bytes | None = None) -> None:
+    ``activations``: by position, where any have 8 bits; None: no key depends on them.
+    """
+
+    def __init__(
+        self, block_tokens: int, secret: bytes | None = None, activations: ActivationPrecision | None = None
+    ) -> None:
         self.block_tokens = block_tokens
         self._secret = secrets.token_bytes(32) if secret is None else secret
+        self._activations = activations
 
-    def chain(self, context: KeyContext) -> KeyChain:
-        """Return an empty chain of keys for one sequence in one KV class."""
+    def chain(self, context: KeyContext, middle: tuple[int, int] = (0, 0)) -> KeyChain:
+        """Return an empty chain of keys for one sequence in one KV class; ``middle``: see :meth:`middle`."""
         start = blake2b(context.encoded(), key=self._secret, digest_size=KEY_BYTES, person=b"kimicore-block")
-        return KeyChain(start, self.block_tokens)
+        return KeyChain(start, self.block_tokens, middle)
 
-    def chains(self, contexts: Sequence[KeyContext], salt: bytes, rope: bytes | None) -> tuple[KeyChain, ...]:
-        """Return a sequence's chain per KV class, with its tenant's salt (and its own rope variant where given)."""
+    def chains(
+        self, contexts: Sequence[KeyContext], salt: bytes, rope: bytes | None, prompt_tokens: int
+    ) -> tuple[KeyChain, ...]:
+        """Return a sequence's chain per KV class, with its tenant's salt (and its own rope variant where given).
+
+        ``prompt_tokens``: length of the prompt that it is or was computed for.
+        """
+        middle = self.middle(prompt_tokens)
         if rope is None:
-            return tuple(self.chain(evolve(one, salt=salt)) for one in contexts)
-        return tuple(self.chain(evolve(one, salt=salt, rope=joined(one.rope, rope))) for one in contexts)
+            return tuple(self.chain(evolve(one, salt=salt), middle) for one in contexts)
+        return tuple(self.chain(evolve(one, salt=salt, rope=joined(one.rope, rope)), middle) for one in contexts)
+
+    def middle(self, prompt_tokens: int) -> tuple[int, int]:
+        """Return the first position of a prompt's middle and the one behind its last.
+
+        (0, 0) where there is none, or where it is computed as the ends are.
+        """
+        own = self._activations
+        if own is None or (own.middle == "int8") == (own.ends == "int8"):
+            return 0, 0
+        stop = prompt_tokens - own.last_tokens
+        return (own.first_tokens, stop) if own.first_tokens < stop else (0, 0)
 
 
 class KeyChain:
-    """Keys of a sequence's full blocks; ``keys[i]`` names tokens ``[i * block_tokens, (i + 1) * block_tokens)``."""
+    """Keys of a sequence's full blocks; ``keys[i]`` names tokens ``[i * block_tokens, (i + 1) * block_tokens)``.
 
-    __slots__ = ("_start", "block_tokens", "keys")
+    ``middle``: the positions ``[first, stop)`` that are of the middle class; a block's key says which of its own are.
+    """
 
-    def __init__(self, start: Any, block_tokens: int) -> None:
+    __slots__ = ("_middle", "_start", "block_tokens", "keys")
+
+    def __init__(self, start: Any, block_tokens: int, middle: tuple[int, int] = (0, 0)) -> None:
         self._start = start
+        self._middle = middle
         self.block_tokens = block_tokens
         self.keys: list[BlockKey] = []
 
@@ -102,10 +131,14 @@ class KeyChain:
         more = tokens[done * size : blocks * size]
         data = pack(f"<{len(more)}i", *more)
         parent = keys[-1] if keys else b"\0" * KEY_BYTES
+        first, stop = self._middle
         for at in range(0, (blocks - done) * size * 4, size * 4):
             digest = self._start.copy()
             digest.update(parent)
             digest.update(data[at : at + size * 4])
+            begin = len(keys) * size
+            if first < begin + size and begin < stop:
+                digest.update(pack("<2i", max(first - begin, 0), min(stop - begin, size)))
             parent = digest.digest()
             keys.append(parent)
         return keys

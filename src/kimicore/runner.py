@@ -33,7 +33,7 @@ class ModelRunner:
         self._model, self._arena, self._ops = model, arena, ops
         self._block_tokens = block_tokens
         dynamic = any(rope.kind == "dynamic" for rope in model.spec.ropes)
-        self._packer = Packer(arena.classes, block_tokens, dynamic=dynamic)
+        self._packer = Packer(arena.classes, block_tokens, dynamic=dynamic, activations=model.activations)
         self._groups = [one for one in arena.classes if one.precision == "full"]
         self._head_rows = max(1, HEAD_BYTES // (4 * model.spec.vocab_size))
 

@@ -178,7 +178,9 @@ def scored_prompts_read_the_cache(patch: pytest.MonkeyPatch) -> None:
 @mutant
 def salt_is_ignored(patch: pytest.MonkeyPatch) -> None:
     real = BlockKeys.chains
-    patch.setattr(BlockKeys, "chains", lambda self, contexts, salt, rope: real(self, contexts, b"", rope))
+    patch.setattr(
+        BlockKeys, "chains", lambda self, contexts, salt, rope, prompt: real(self, contexts, b"", rope, prompt)
+    )
 
 
 @mutant

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kimicore.kernels.linear import native as dense
 from kimicore.kernels.packed_linear import native, reference
-from kimicore.kernels.packed_linear.crossover import ALL, Crossover, measure_crossover
+from kimicore.kernels.packed_linear.crossover import ALL, Crossover, measure_crossover, split
 from kimicore.kernels.packed_linear.layout import CODE_BITS, PackedWeight
 from kimicore.kernels.packed_linear.tiled import TiledWeight, tiled, untiled
 from kimicore.kernels.team.native import parallel_entry
@@ -149,6 +149,18 @@ def test_crossover_is_what_is_faster() -> None:
     assert took(6, 100) == Crossover(6, 64)
     assert took(1, 500) == Crossover(1, 256)
     assert took(100, 10) == Crossover(16, 16)
+
+
+def test_one_figure_out_of_line_moves_no_split() -> None:
+    """A single measurement that went wrong does not decide for how many rows a way is taken."""
+    counts = (2, 4, 8, 16, 32)
+    fair = [[1.0, 2.0], [1.0, 1.5], [1.0, 1.3], [1.0, 0.9], [1.0, 0.5]]
+    assert split(counts, fair, 1) == 8
+    for at in range(3):
+        spoiled = [*fair[:at], [1.2, 1.0], *fair[at + 1 :]]
+        assert split(counts, spoiled, 1) == (8 if at < 2 else 4)
+    assert split(counts, [[2.0, 1.0]] * 5, 1) == 1
+    assert split(counts, [[1.0, 2.0]] * 5, 1) == 32
 
 
 def test_tiles_are_not_for_other_types() -> None:

@@ -53,11 +53,11 @@ def test_a_broken_promise_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("words", "status", "said"),
     [
-        (["nowhere"], 1, "no policy 'nowhere' of any kind"),
+        (["nowhere"], 2, "no policy 'nowhere' of any kind"),
         (["eviction"], 2, "a policy's name is missing after the kind; they are activity-importance, arc"),
         (["speed", "lru"], 2, "no such kind"),
         (["a", "b", "c"], 2, "name one policy"),
-        (["no_such_module:Thing"], 1, "no_such_module"),
+        (["no_such_module:Thing"], 2, "no_such_module"),
         (["builtins:object"], 2, "its kind cannot be told"),
         (["lru", "--set", "size"], 2, "KEY=VALUE"),
         (["lru", "--set", "size=3"], 2, "size"),

@@ -131,7 +131,7 @@ def test_without_a_native_product_weights_are_expanded(tmp_path: Path) -> None:
 def test_maps_round_at_load(precision: str, kept: dict[str, Any], tmp_path: Path) -> None:
     """A plain model under a map gives what its rounded weights give expanded, and its map can be read."""
     folder = make_tiny(tmp_path / "m")
-    tokens, model = generated(folder, precision=precision, **kept)
+    tokens, model = generated(folder, precision=precision, activations="16-bit", **kept)
     assert model.packed
     assert model.precision is not None
     assert model.precision.precision("layers.0.mlp.up_proj") == ("int8" if precision == "uniform-int8" else "int4-g64")

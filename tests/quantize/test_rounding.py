@@ -67,14 +67,14 @@ def test_every_weight_is_within_half_a_step(weight: Tensor, precision: str) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("value", [0.0, -0.0, 1e-30, 1e-38, 6e-8, 3e-5, -6e-8])
 def test_groups_of_almost_nothing(value: float, dtype: torch.dtype, precision: str) -> None:
-    """Groups of zeros, of tiny numbers and of 16-bit subnormals come back within half a step or as zeros."""
+    """ggml-org/llama.cpp#7313: groups of zeros, tiny numbers or subnormals come back within half a step or as zeros."""
     weight = torch.full((2, 256), value, dtype=dtype)
     weight[1, 128:] = 0.25
     check(weight, precision)
 
 
 def test_the_last_partial_group_has_a_scale_of_its_own() -> None:
-    """576 inputs in groups of 128 are five groups, and the last 64 columns err no more than the rest."""
+    """vllm-project/vllm-ascend#9159: 576 inputs in groups of 128 are five; the last 64 err no more than the rest."""
     weight = torch.randn((8, 576), generator=torch.Generator().manual_seed(0))
     weight[:, 512:] *= 100.0
     packed = check(weight, "int4")

@@ -179,7 +179,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("words", "status", "named"),
     [
-        (["--map", "best"], 1, "asymmetric"),
+        (["--map", "best"], 2, "asymmetric"),
         (["--set", "ffn=int3"], 2, "ffn='int3'"),
         (["--set", "fnn=int4"], 2, "did you mean 'ffn'"),
         (["--strict"], 2, "mlp.gate_proj: 64 inputs are not a multiple of int4's groups of 128"),

@@ -8,7 +8,7 @@ import platform
 
 from attrs import asdict
 
-from kimicore.cli.options import DEMO, Progress, check_writable
+from kimicore.cli.options import DEMO, Progress, add_weight_options, check_writable, weight_settings
 from kimicore.config import EngineConfig
 from kimicore.errors import ConfigError
 from kimicore.sim.measure import fit_engine
@@ -24,6 +24,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--fit", metavar="FILE", help="write the fitted step times as JSON, for simulate --times FILE")
     parser.add_argument("--repeat", type=int, default=2, metavar="N", help="measure everything N times (2)")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    add_weight_options(parser)
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
     parser.add_argument("--max-batch-size", type=int, default=64, metavar="N", help="rows of a step at most")
     parser.add_argument("--max-batch-tokens", type=int, default=512, metavar="N", help="tokens of a step at most")
@@ -40,6 +41,7 @@ def run(options: argparse.Namespace) -> int:
         check_writable(options.fit)
     config = EngineConfig(
         dtype=options.dtype,
+        **weight_settings(options),
         threads=options.threads,
         max_batch_size=options.max_batch_size,
         max_batch_tokens=options.max_batch_tokens,
@@ -60,6 +62,11 @@ def run(options: argparse.Namespace) -> int:
             model=str(options.model),
             fit={"steps": found.measurements, "mean_error": found.mean_error, "largest_error": found.largest_error},
             machine={"processor": platform.processor() or platform.machine(), "processors": os.cpu_count()},
-            engine={"dtype": options.dtype, "threads": options.threads, "max_batch_tokens": options.max_batch_tokens},
+            engine={
+                "dtype": options.dtype,
+                "precision": config.precision,
+                "threads": options.threads,
+                "max_batch_tokens": options.max_batch_tokens,
+            },
         )
     return 0

@@ -35,7 +35,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--examples", type=int, default=60, help="histories that each check tries (default 60)")
     parser.add_argument("--steps", type=int, default=30, help="events in one history (default 30)")
     parser.add_argument("--seed", type=int, default=0, help="chooses the histories (default 0)")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, verdict=True)
 
 
 def run(options: argparse.Namespace) -> int:

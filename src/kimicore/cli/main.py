@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status.
 
     0; 1 for an error; 2 for bad usage; 130 when interrupted. A command that answers a question with its status
-    (``verdict`` among its defaults) ends with 1 for no, and with 2 for every error, so that none is taken for an answer.
+    (``verdict`` among its defaults) ends with 1 for no and with 2 for every error, so that none is taken for an answer.
     """
     parser = argparse.ArgumentParser(prog="kimicore", description="An LLM inference engine that runs in your process.")
     parser.add_argument("--version", action="version", version=f"kimicore {__version__}")

@@ -12,19 +12,24 @@ from typing import Any
 
 from kimicore.config import EngineConfig
 from kimicore.errors import ConfigError
+from kimicore.policies.precision.named import policy_named
 
 __all__ = [
     "DEMO",
+    "NO_MAPS",
     "Progress",
     "add_engine_options",
     "add_sampling_options",
+    "add_weight_options",
     "check_writable",
     "engine_config",
     "policy_settings",
     "sampling",
+    "weight_settings",
 ]
 
 DEMO = "smollm2-135m-instruct"
+NO_MAPS = ("stored", "none")
 _SAMPLING: dict[str, tuple[Callable[[str], Any], str]] = {
     "max_tokens": (int, "most tokens to generate (default 256)"),
     "temperature": (float, "0 takes the most likely token"),
@@ -40,6 +45,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add what every command that opens an engine takes."""
     parser.add_argument("-m", "--model", default=DEMO, help=f"alias, folder, GGUF file or hub id (default {DEMO})")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    add_weight_options(parser)
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
     parser.add_argument("--kv-device-bytes", metavar="SIZE", help="size of the KV arena, such as 512MiB")
     parser.add_argument("--kv-precision", default="full", help="of the KV: full, int8 or int4")
@@ -48,6 +54,23 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-disk-bytes", metavar="SIZE", help="bytes that it may take (default: up to 8GiB)")
     parser.add_argument("--context-tokens", type=int, help="longest prompt and output together")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress on standard error")
+
+
+def add_weight_options(parser: argparse.ArgumentParser) -> None:
+    """Add how the weights of a model are kept."""
+    parser.add_argument(
+        "--precision",
+        default="stored",
+        metavar="NAME",
+        help="of the weights: stored (as the file has them, the default), none, or a precision map to round by",
+    )
+    parser.add_argument(
+        "--set-precision",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a setting of that map, such as ffn=int8; may be repeated",
+    )
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -61,6 +84,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
     """Return the engine's settings from parsed options."""
     return EngineConfig(
         dtype=options.dtype,
+        **weight_settings(options),
         threads=options.threads,
         kv_device_bytes=options.kv_device_bytes,
         kv_precision=options.kv_precision,
@@ -71,19 +95,36 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
     )
 
 
+def weight_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of EngineConfig that say how weights are kept.
+
+    Raises :class:`~kimicore.ConfigError` or :class:`~kimicore.PluginError` for a map or a setting that there is not,
+    before anything is loaded.
+    """
+    settings = policy_settings(options.set_precision, example="ffn=int8", option="--set-precision")
+    if options.precision in NO_MAPS:
+        if settings:
+            raise ConfigError(f"--set-precision goes with --precision and a map's name, not with {options.precision!r}")
+        return {"precision": options.precision}
+    policy_named(options.precision, settings)
+    return {"precision": options.precision, "policy": {"precision": settings} if settings else {}}
+
+
 def sampling(options: argparse.Namespace) -> dict[str, Any]:
     """Return the sampling fields that were given."""
     given = {name: getattr(options, name) for name in _SAMPLING if getattr(options, name) is not None}
     return {**given, "stop": options.stop} if options.stop else given
 
 
-def policy_settings(pairs: Sequence[str], form: str = "KEY=VALUE", example: str = "half_life_s=300") -> dict[str, Any]:
+def policy_settings(
+    pairs: Sequence[str], form: str = "KEY=VALUE", example: str = "half_life_s=300", option: str = "--set"
+) -> dict[str, Any]:
     """Return settings from texts such as ``half_life_s=300``; a value is read as JSON, else taken as text."""
     found: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not equals or not key.strip():
-            raise ConfigError(f"--set {pair!r}: write {form}, such as {example}")
+            raise ConfigError(f"{option} {pair!r}: write {form}, such as {example}")
         try:
             found[key.strip()] = json.loads(text)
         except (RecursionError, ValueError):

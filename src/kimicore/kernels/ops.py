@@ -18,6 +18,7 @@ __all__ = [
     "KeySummaryOp",
     "KvQuantizeOp",
     "LinearOp",
+    "PackedLinearInt8Op",
     "PackedLinearOp",
     "PackedRowsOp",
     "PagedAttentionOp",
@@ -44,6 +45,14 @@ class ArrangeOp(Protocol):
 
 class PackedLinearOp(Protocol):
     """See :func:`kimicore.kernels.packed_linear.reference.packed_linear`."""
+
+    def __call__(
+        self, x: Tensor, weight: PackedWeight | TiledWeight, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor: ...
+
+
+class PackedLinearInt8Op(Protocol):
+    """See :func:`kimicore.kernels.packed_linear.reference.packed_linear_int8`."""
 
     def __call__(
         self, x: Tensor, weight: PackedWeight | TiledWeight, bias: Tensor | None = None, out: Tensor | None = None

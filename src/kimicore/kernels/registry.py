@@ -37,6 +37,7 @@ from kimicore.kernels.ops import (
     KeySummaryOp,
     KvQuantizeOp,
     LinearOp,
+    PackedLinearInt8Op,
     PackedLinearOp,
     PackedRowsOp,
     PagedAttentionOp,
@@ -87,6 +88,7 @@ class Ops:
     kv_quantize: KvQuantizeOp
     quantized_attention: QuantizedAttentionOp
     packed_linear: PackedLinearOp
+    packed_linear_int8: PackedLinearInt8Op
     packed_rows: PackedRowsOp
     arrange: ArrangeOp
     origins: tuple[OpOrigin, ...] = field(default=(), kw_only=True)
@@ -146,6 +148,17 @@ def _chosen(
     return found, OpOrigin(op, "native", why)
 
 
+def _packed_linear_int8(
+    product: PackedLinearOp, dtype: torch.dtype, native: bool
+) -> tuple[PackedLinearInt8Op, OpOrigin]:
+    load = partial(native_packed_linear.load_int8, dtype)
+    found, why = _tried("packed_linear_int8", load, dtype) if native else (None, _OFF)
+    if found is not None:
+        return found, OpOrigin("packed_linear_int8", "native", why)
+    remark = f"{_short(why)}; inputs are rounded to 8 bits, and multiplied by packed_linear"
+    return reference_packed_linear.after_rounding(product), OpOrigin("packed_linear_int8", "torch", remark)
+
+
 def _chosen_alike(dtype: torch.dtype) -> list[tuple[str, Callable[[], tuple[Any, str]], Any]]:
     """Return the operations that are native where they can be, and else their reference: (name, load, reference)."""
     return [
@@ -183,6 +196,7 @@ def select_ops(device: str, dtype: torch.dtype, *, native: bool = True, shapes: 
     }
     for op, load, reference in _chosen_alike(dtype):
         found[op] = _chosen(op, load, reference, dtype, native)
+    found["packed_linear_int8"] = _packed_linear_int8(found["packed_linear"][0], dtype, native)
     origins = [found[one.name][1] for one in fields(Ops) if one.name in found]
     if native and parallel_entry() is None:
         remark = "; on one thread, since the team of threads could not be built"

@@ -27,6 +27,7 @@ from kimicore.kernels.ops import (
     KeySummaryOp,
     KvQuantizeOp,
     LinearOp,
+    PackedLinearInt8Op,
     PackedLinearOp,
     PackedRowsOp,
     PagedAttentionOp,
@@ -195,6 +196,16 @@ def arrange(op: ArrangeOp, dtype: torch.dtype) -> bool:
     return True
 
 
+def packed_linear_int8(op: PackedLinearInt8Op, dtype: torch.dtype) -> bool:
+    """Return whether the product of rounded inputs agrees, but for weights that may be rounded to 8 bits a row."""
+    for rows, bits, levels in ((1, 4, False), (40, 4, True), (7, 5, False), (40, 6, True), (7, 8, False)):
+        x, weight = _noise(1, rows, 96).to(dtype), _packed(bits, levels)
+        expected = unpacking.packed_linear_int8(x, weight).float()
+        if (op(x, weight).float() - expected).abs().max() > 0.05 * expected.abs().max():
+            return False
+    return True
+
+
 def packed_rows(op: PackedRowsOp, dtype: torch.dtype) -> bool:
     """Return whether rows are the same."""
     rows = torch.tensor([34, 0, 7])
@@ -214,6 +225,7 @@ TRIALS: Final[dict[str, Callable[[Any, torch.dtype], bool]]] = {
     "kv_quantize": kv_quantize,
     "quantized_attention": quantized_attention,
     "packed_linear": packed_linear,
+    "packed_linear_int8": packed_linear_int8,
     "packed_rows": packed_rows,
     "arrange": arrange,
 }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attrs import frozen
+import torch
+from attrs import field, frozen
 from torch import Tensor
 
 __all__ = ["Batch", "Measured", "Part", "Whole"]
@@ -59,6 +60,10 @@ class Whole:
     targets: tuple[Tensor, ...] = ()
 
 
+def _none() -> Tensor:
+    return torch.empty(0, dtype=torch.int64)
+
+
 @frozen(eq=False)
 class Batch:
     """Rows packed one after another: T tokens of B rows, with n positions whose hidden state is wanted.
@@ -71,7 +76,8 @@ class Batch:
     [T] int64: length that fixes a dynamic rope's factor; None where all are within the trained length. ``selected``
     [n] int64: indices of the tokens whose final hidden state is wanted. ``measured``: None where no attention is
     measured. ``parts``: empty where all rows read all of their context in full precision, by ``block_tables``; else
-    they have all tokens, padding included. ``whole``: what has to be done with blocks that become whole.
+    they have all tokens, padding included. ``whole``: what has to be done with blocks that become whole. ``middle``
+    [m] int64: indices of the tokens whose inputs to products with packed weights are rounded to 8 bits, in order.
     """
 
     token_ids: Tensor
@@ -85,3 +91,4 @@ class Batch:
     measured: Measured | None = None
     parts: Sequence[Part] = ()
     whole: Sequence[Whole] = ()
+    middle: Tensor = field(factory=_none)

@@ -14,6 +14,7 @@ from kimicore.block_records import kinds_of
 from kimicore.model.batch import Batch, Measured, Part, Whole
 from kimicore.model.importance import MEASURED_QUERIES
 from kimicore.model.kv_layout import BITS
+from kimicore.policies.precision import ActivationPrecision
 from kimicore.types import BoundRow, BoundStep, KVClass, KVPrecision
 
 __all__ = ["Packer", "wanted"]
@@ -53,11 +54,23 @@ class _Rows:
 
 
 class Packer:
-    """Packs steps for one engine. ``dynamic``: the model has a rope whose factor depends on a row's length."""
+    """Packs steps for one engine.
 
-    def __init__(self, classes: Sequence[KVClass], block_tokens: int, *, dynamic: bool = False) -> None:
+    ``dynamic``: the model has a rope whose factor depends on a row's length. ``activations``: by position, where any
+    are rounded to 8 bits.
+    """
+
+    def __init__(
+        self,
+        classes: Sequence[KVClass],
+        block_tokens: int,
+        *,
+        dynamic: bool = False,
+        activations: ActivationPrecision | None = None,
+    ) -> None:
         self.block_tokens = block_tokens
         self._dynamic = dynamic
+        self._activations = activations
         self._summaries = any(one.summaries for one in classes)
         self._kinds: dict[KVPrecision, _Kinds] = {}
         for precision, kinds in kinds_of(classes).items():
@@ -117,7 +130,20 @@ class Packer:
             measured=_measured(step.measured, packed, read) if step.measured else None,
             parts=() if self._plain else self._parts(packed, total),
             whole=() if self._plain else self._whole(packed),
+            middle=self._middle(rows, of_row, positions[:real]),
         )
+
+    def _middle(self, rows: Sequence[BoundRow], of_row: Ints, positions: Ints) -> torch.Tensor:
+        """Return the indices of tokens whose inputs are rounded to 8 bits [m]: ``of_row`` and ``positions`` [T].
+
+        Neither how a prompt was cut into chunks nor what was generated since changes a token's class.
+        """
+        own = self._activations
+        if own is None:
+            return torch.empty(0, dtype=torch.int64)
+        prompts = np.fromiter((row.prompt_tokens for row in rows), np.int64, len(rows))[of_row]
+        inside = (positions >= own.first_tokens) & (positions < prompts - own.last_tokens)
+        return torch.from_numpy(np.flatnonzero(np.where(inside, own.middle == "int8", own.ends == "int8")))
 
     def _tables(self, step: BoundStep) -> list[Table]:
         """Return per KV class the block tables [B, N]."""

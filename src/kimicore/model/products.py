@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -16,11 +17,14 @@ if TYPE_CHECKING:
     from kimicore.kernels.registry import Ops
 
 __all__ = [
+    "Halves",
     "Stack",
     "Table",
     "Weight",
     "arranged",
     "arranged_parts",
+    "by_halves",
+    "holds_codes",
     "lookup",
     "packed_product",
     "product",
@@ -47,6 +51,32 @@ class Stack:
 Weight: TypeAlias = Table | Stack
 
 
+@frozen(eq=False)
+class Halves:
+    """The rows of a product's inputs by how they enter it: ``rounded`` to 8 bits [m], or as they are [r].
+
+    Both are indices in ascending order, int64; together they are all rows.
+    """
+
+    rounded: Tensor
+    plain: Tensor
+
+    @classmethod
+    def of(cls, rows: int, rounded: Tensor) -> Halves | None:
+        """Return the halves of so many rows, or None where none is rounded."""
+        if not len(rounded):
+            return None
+        inside = torch.zeros(rows, dtype=torch.bool)
+        inside[rounded] = True
+        return cls(rounded, (~inside).nonzero().flatten())
+
+    def among(self, chosen: Tensor) -> Halves | None:
+        """Return the halves of the chosen rows [n], by their places among these."""
+        inside = torch.zeros(len(self.rounded) + len(self.plain), dtype=torch.bool)
+        inside[self.rounded] = True
+        return self.of(len(chosen), inside[chosen].nonzero().flatten())
+
+
 def packed_product(ops: Ops) -> tuple[bool, str]:
     """Return whether products with packed weights have a native version, and why it is so.
 
@@ -58,12 +88,35 @@ def packed_product(ops: Ops) -> tuple[bool, str]:
     return False, "no native version"
 
 
-def product(ops: Ops, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """Return ``x @ weight.T + bias``: x [T, C], weight [O, C], bias [O] or None, result [T, O]."""
+def holds_codes(weight: Weight) -> bool:
+    """Return whether a weight is packed, or a part of it."""
+    if isinstance(weight, Stack):
+        return any([not isinstance(part, Tensor) for part in weight.parts])
+    return not isinstance(weight, Tensor)
+
+
+def by_halves(x: Tensor, halves: Halves | None, compute: Callable[[Tensor, bool], Tensor]) -> Tensor:
+    """Return ``compute(rows of x, whether they are rounded)`` for each half, the results [T, O] in x's order."""
+    if halves is None:
+        return compute(x, False)
+    if not len(halves.plain):
+        return compute(x, True)
+    rounded = compute(x.index_select(0, halves.rounded), True)
+    result = rounded.new_empty((len(x), rounded.shape[1]))
+    result.index_copy_(0, halves.rounded, rounded)
+    return result.index_copy_(0, halves.plain, compute(x.index_select(0, halves.plain), False))
+
+
+def product(ops: Ops, x: Tensor, weight: Weight, bias: Tensor | None = None, *, int8: bool = False) -> Tensor:
+    """Return ``x @ weight.T + bias``: x [T, C], weight [O, C], bias [O] or None, result [T, O].
+
+    ``int8``: x is rounded to 8 bits for what is packed of the weight.
+    """
     if isinstance(weight, Tensor):
         return ops.linear(x, weight, bias)
+    packed = ops.packed_linear_int8 if int8 else ops.packed_linear
     if not isinstance(weight, Stack):
-        return ops.packed_linear(x, weight, bias)
+        return packed(x, weight, bias)
     result = x.new_empty((len(x), weight.shape[0]))
     start = 0
     for part in weight.parts:
@@ -72,7 +125,7 @@ def product(ops: Ops, x: Tensor, weight: Weight, bias: Tensor | None = None) -> 
         if isinstance(part, Tensor):
             result[:, start:stop] = ops.linear(x, part, own)
         else:
-            ops.packed_linear(x, part, own, out=result[:, start:stop])
+            packed(x, part, own, out=result[:, start:stop])
         start = stop
     return result
 

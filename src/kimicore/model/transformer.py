@@ -13,7 +13,7 @@ from kimicore.model.batch import Batch, Measured
 from kimicore.model.importance import measured_layers
 from kimicore.model.kv_layout import kv_places
 from kimicore.model.packed.joining import form_of
-from kimicore.model.products import lookup, product
+from kimicore.model.products import Halves, Weight, by_halves, holds_codes, lookup, product
 from kimicore.model.rope import Rotary
 from kimicore.model.spec import ModelSpec
 from kimicore.model.weights import LayerWeights, ModelWeights, load_weights, matrices_of, weight_bytes
@@ -21,7 +21,7 @@ from kimicore.model.weights import LayerWeights, ModelWeights, load_weights, mat
 if TYPE_CHECKING:
     from kimicore.kernels.registry import Ops
     from kimicore.model.source import Progress, WeightSource
-    from kimicore.policies.precision import ResolvedMap
+    from kimicore.policies.precision import ActivationPrecision, ResolvedMap
 
 __all__ = ["Transformer"]
 
@@ -37,11 +37,14 @@ class Transformer:
         *,
         known_tokens: int | None = None,
         precision: ResolvedMap | None = None,
+        activations: ActivationPrecision | None = None,
     ) -> None:
         self.spec = spec
         self.ops = ops
         self.weights = weights
         self.precision = precision
+        self.activations = activations if _rounds(activations, weights) else None
+        """Of its inputs by position, where any are rounded to 8 bits."""
         self.dtype = weights.dtype
         self.weight_bytes = weight_bytes(weights)
         self._known_tokens = spec.vocab_size if known_tokens is None else min(known_tokens, spec.vocab_size)
@@ -68,19 +71,21 @@ class Transformer:
         known_tokens: int | None = None,
         packed: bool = False,
         precision: ResolvedMap | None = None,
+        activations: ActivationPrecision | None = None,
     ) -> Transformer:
         """Return the model with its weights read from ``source`` in ``dtype``.
 
         ``progress("weights", done_bytes, total_bytes)`` is called as tensors arrive. ``known_tokens``: size of the
         tokenizer's vocabulary; the logits of ids from there on (rows that pad the vocabulary) are -inf. ``packed``:
-        keep quantized weights in their codes. ``precision``: the map that matrices are rounded by.
+        keep quantized weights in their codes. ``precision``: the map that matrices are rounded by. ``activations``: the
+        precision of inputs of packed matrices; all others are multiplied with inputs as they are.
 
         Raises :class:`~kimicore.ModelLoadError`; see :func:`kimicore.model.weights.load_weights`.
         """
         weights = load_weights(
             spec, source, dtype, progress, packed=packed, precision=precision, arrange=ops.arrange if packed else None
         )
-        return cls(spec, weights, ops, known_tokens=known_tokens, precision=precision)
+        return cls(spec, weights, ops, known_tokens=known_tokens, precision=precision, activations=activations)
 
     @property
     def packed(self) -> bool:
@@ -116,9 +121,10 @@ class Transformer:
             hidden = hidden * self._embed_scale
         cos_sin = self._rotary.cos_sin(batch.positions, batch.rope_tokens)
         normed, residual = ops.rms_norm(hidden, layers[0].input_norm, eps)
+        halves = Halves.of(len(batch.token_ids), batch.middle)
         for index, layer in enumerate(layers):
             last = index + 1 == len(layers)
-            q = self._project(index, layer, normed, batch, arenas, cos_sin)
+            q = self._project(index, layer, normed, batch, arenas, cos_sin, halves)
             for whole in batch.whole:
                 self._attention[index].finish(whole, arenas, summaries)
             if batch.measured is not None and index in self._measured_layers:
@@ -129,13 +135,29 @@ class Transformer:
             if last:  # nothing reads the other tokens any more
                 attended = attended.index_select(0, batch.selected)
                 residual = residual.index_select(0, batch.selected)
-            mixed = product(ops, attended, layer.output, layer.output_bias)
+                halves = None if halves is None else halves.among(batch.selected)
+            mixed = self._multiply(attended, layer.output, layer.output_bias, halves)
             normed, residual = self._join(mixed, residual, layer.attention_out_norm, layer.mlp_norm)
-            gated = ops.gated_act(product(ops, normed, layer.gate_up, layer.gate_up_bias), self.spec.activation)
-            mixed = product(ops, gated, layer.down, layer.down_bias)
+            mixed = self._feed_forward(normed, layer, halves)
             following = self.weights.final_norm if last else layers[index + 1].input_norm
             normed, residual = self._join(mixed, residual, layer.mlp_out_norm, following)
         return normed
+
+    def _multiply(self, x: Tensor, weight: Weight, bias: Tensor | None, halves: Halves | None) -> Tensor:
+        """Return the product of x [T, C] with a weight, where that is packed by halves."""
+        own = halves if holds_codes(weight) else None
+        return by_halves(x, own, lambda rows, int8: product(self.ops, rows, weight, bias, int8=int8))
+
+    def _feed_forward(self, x: Tensor, layer: LayerWeights, halves: Halves | None) -> Tensor:
+        """Return the feed-forward part of x [T, C]; rows that are rounded go their own way from start to end."""
+
+        def compute(rows: Tensor, int8: bool) -> Tensor:
+            wide = product(self.ops, rows, layer.gate_up, layer.gate_up_bias, int8=int8)
+            gated = self.ops.gated_act(wide, self.spec.activation)
+            return product(self.ops, gated, layer.down, layer.down_bias, int8=int8)
+
+        own = halves if holds_codes(layer.gate_up) or holds_codes(layer.down) else None
+        return by_halves(x, own, compute)
 
     def _join(self, x: Tensor, residual: Tensor, out_norm: Tensor | None, next_norm: Tensor) -> tuple[Tensor, Tensor]:
         """Add a sublayer's output to the stream and norm it for the next; a sandwich norms the output first."""
@@ -151,10 +173,11 @@ class Transformer:
         batch: Batch,
         arenas: Sequence[Tensor],
         cos_sin: tuple[tuple[Tensor, Tensor], ...],
+        halves: Halves | None,
     ) -> Tensor:
         """Write the layer's keys and values and return its rotated queries [T, H, D]."""
         spec = self.spec
-        qkv = product(self.ops, x, layer.qkv, layer.qkv_bias).view(len(x), -1, spec.head_dim)
+        qkv = self._multiply(x, layer.qkv, layer.qkv_bias, halves).view(len(x), -1, spec.head_dim)
         q, k, v = torch.split(qkv, [spec.heads, spec.kv_heads, spec.kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, _ = self.ops.rms_norm(q, layer.q_norm, spec.norm_eps)
@@ -195,3 +218,12 @@ class Transformer:
         if self._known_tokens < self.spec.vocab_size:
             scores[:, self._known_tokens :] = -torch.inf
         return scores
+
+
+def _rounds(activations: ActivationPrecision | None, weights: ModelWeights) -> bool:
+    """Return whether any product of the layers has inputs in 8 bits: at some position, and with a packed weight."""
+    if activations is None or "int8" not in (activations.middle, activations.ends):
+        return False
+    return any(
+        holds_codes(one) for layer in weights.layers for one in (layer.qkv, layer.output, layer.gate_up, layer.down)
+    )

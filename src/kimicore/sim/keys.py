@@ -35,7 +35,9 @@ class TraceKeys(BlockKeys):
         """Drop a request that the book did not take."""
         self._requests.pop(salt, None)
 
-    def chains(self, contexts: Sequence[KeyContext], salt: bytes, rope: bytes | None) -> tuple[KeyChain, ...]:
+    def chains(
+        self, contexts: Sequence[KeyContext], salt: bytes, rope: bytes | None, prompt_tokens: int = 0
+    ) -> tuple[KeyChain, ...]:
         """Return the chain of the request that has this salt."""
         request, number = self._requests.pop(salt[8:])  # behind its length
         return (TraceChain(number, self.block_tokens, self._shared(request)),)

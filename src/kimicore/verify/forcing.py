@@ -70,7 +70,7 @@ class Forcing:
         before = [1 + sum(slabs[:index]) for index in range(len(classes))]
         self._first = [at * each for at, each in zip(before, self._arena.blocks_per_slab, strict=True)]
         dynamic = any(rope.kind == "dynamic" for rope in model.spec.ropes)
-        self._packer = Packer(classes, BLOCK_TOKENS, dynamic=dynamic)
+        self._packer = Packer(classes, BLOCK_TOKENS, dynamic=dynamic, activations=model.activations)
 
     def hidden(self, number: int) -> Tensor:
         """Return the final hidden states [n, C] that the batch's scored tokens are predicted from, text by text."""

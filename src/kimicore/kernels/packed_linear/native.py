@@ -28,7 +28,7 @@ from kimicore.kernels.packed_linear.layout import PackedWeight
 from kimicore.kernels.packed_linear.tiled import TiledWeight, tiled, untiled
 from kimicore.kernels.team.native import parallel_entry
 
-__all__ = ["load", "load_arrange", "load_rows"]
+__all__ = ["load", "load_arrange", "load_int8", "load_rows"]
 
 _TYPES: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CALL: Final = struct.Struct("3P3q")  # struct PackedCall and TiledCall, behind the weight
@@ -68,7 +68,7 @@ def load_arrange(dtype: torch.dtype) -> tuple[ArrangeOp | None, str]:
 def load(dtype: torch.dtype, ways: Crossover | None = None) -> tuple[PackedLinearOp | None, str]:
     """Return the product for ``dtype`` (called as the reference is), or None, and the reason.
 
-    ``ways``: for how many rows each way is taken with weights in tiles; None: as measured now, in some 30 ms.
+    ``ways``: for how many rows each way is taken with weights in tiles; None: as measured now, in some 50 ms.
     """
     entry, reason = _library(dtype, "kimicore_packed_linear")
     if entry is None:
@@ -151,6 +151,30 @@ def _tiled_product(
         return out
 
     return product
+
+
+def load_int8(dtype: torch.dtype) -> tuple[PackedLinearOp | None, str]:
+    """Return the product with inputs of 8 bits for ``dtype`` and weights in tiles, or None, and the reason.
+
+    Weights that have more than one scale in a row are rounded to 8 bits with one, so that the product is one of bytes.
+    """
+    tiles = _tiles() if dtype == torch.bfloat16 else None
+    if tiles is None or tiles.kimicore_tiled_serves() < 2:
+        return None, "no matrix tiles of bytes on this processor"
+    entry, threads, parallel = tiles.kimicore_tiled_bytes, torch.get_num_threads, parallel_entry() or 0
+    entry.argtypes = (c_char_p, c_int, c_void_p)
+
+    def packed_linear_int8(
+        x: Tensor, weight: PackedWeight | TiledWeight, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        if not isinstance(weight, TiledWeight):
+            weight = tiled(weight)
+        x, out = _checked(x, weight, bias, out, torch.bfloat16)
+        if entry(_call(x, weight, bias, out), threads(), parallel):
+            raise MemoryError(f"packed_linear_int8: no memory for {x.shape[0]} rows of {weight.depth}")
+        return out
+
+    return packed_linear_int8, "matrix tiles of bytes"
 
 
 def _bound_rows(entry: Callable[..., int], parallel: int) -> PackedRowsOp:

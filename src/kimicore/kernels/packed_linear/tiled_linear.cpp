@@ -2,6 +2,7 @@
 // the unpacked weight.
 #include "few_rows.h"
 #include "some_rows.h"
+#include "byte_rows.h"
 #if defined(KC_TILED)
 #include "../linear/avx512.h"
 
@@ -88,29 +89,65 @@ char* padded_rows(const TiledCall& c, int64_t chunks, int threads, parallel_entr
   });
   return to;
 }
-// Pairs of tiles [first, last) of `at`, unpacked at `panels`.
-void multiply(const TiledCall& c, const char* x, int64_t chunks, int64_t pair, int64_t count, const char* panels, int64_t tile_bytes) {
+// All rows by `count` pairs of tiles from `pair` on, whose operands lie at `panels`; put(row, tile, 16 sums).
+template <class Kind, class Put>
+void multiply(const char* x, int64_t rows, int64_t chunks, int64_t row, int64_t pair, int64_t count, const char* panels, int64_t tile_bytes, Put&& put) {
   alignas(64) char sums[4 * amx::TILE];
-  const int64_t row = chunks * amx::CHUNK, blocks = (c.rows + amx::T - 1) / amx::T;
+  const int64_t blocks = (rows + amx::T - 1) / amx::T;
   for (int64_t b = 0; b < blocks; b += 2)
     for (int64_t p = 0; p < count; p++) {
       const char *a = x + b * amx::T * row, *first = panels + 2 * p * tile_bytes, *second = first + tile_bytes;
       const int many = b + 1 < blocks ? 2 : 1;
-      if (many == 2) amx::left_sums<amx::Bf16, 2>(a, a + amx::T * row, row, first, second, chunks, sums);
-      else amx::left_sums<amx::Bf16, 1>(a, nullptr, row, first, second, chunks, sums);
+      if (many == 2) amx::left_sums<Kind, 2>(a, a + amx::T * row, row, first, second, chunks, sums);
+      else amx::left_sums<Kind, 1>(a, nullptr, row, first, second, chunks, sums);
       for (int i = 0; i < many; i++)
-        for (int r = 0; r < amx::T && (b + i) * amx::T + r < c.rows; r++)
+        for (int r = 0; r < amx::T && (b + i) * amx::T + r < rows; r++)
           for (int t = 0; t < 2; t++)
-            put_results(
-                c, (b + i) * amx::T + r, (2 * (pair + p) + t) * LANES, load((const float*)(sums + (2 * i + t) * amx::TILE) + r * W));
+            put((b + i) * amx::T + r, 2 * (pair + p) + t, load((const float*)(sums + (2 * i + t) * amx::TILE) + r * W));
     }
 }
+// So many pairs of tiles that their operands stay close while rows pass by.
+int64_t pairs_at_once(int64_t tile_bytes) {
+  constexpr int64_t CLOSE = 512 << 10;
+  return std::max<int64_t>(1, std::min<int64_t>(amx::MOST_PANELS, CLOSE / (2 * tile_bytes)));
+}
+bool run_bytes(const TiledCall& c, int threads, parallel_entry entry) {
+  const Tiled& w = c.weight;
+  char* to = input_room.need(byte_row_bytes(w, c.rows));
+  if (!to) return false;
+  const ByteRows in = byte_rows_at(w, c.rows, to);
+  shared_range(entry, c.rows * w.depth < GRAIN ? 1 : threads, whole_rows(c.rows), [&](int64_t first, int64_t last) {
+    for (int64_t m = first; m < last; m++)
+      if (m < c.rows) round_byte_row(w, (const bf16*)c.x + m * c.x_row, in, m);
+      else memset(in.data + m * in.row_bytes, 0, in.row_bytes);
+  });
+  const int64_t pairs = (w.tiles() + 1) / 2, tile_bytes = w.padded() * LANES, many = pairs_at_once(tile_bytes);
+  std::atomic<bool> failed{false};
+  shared_range(entry, threads, pairs, [&](int64_t first, int64_t last) {
+    float* floats = room_for_groups(w);
+    char* panels = panel_room.need(2 * many * tile_bytes);
+    if (!floats || !panels) return (void)(failed = true);
+    const amx::Tiles tiles;
+    for (int64_t p = first; p < last; p += many) {
+      const int64_t count = std::min(many, last - p);
+      vf scales[2 * amx::MOST_PANELS] = {};
+      for (int64_t t = 0; t < 2 * count; t++) {
+        char* operand = panels + t * tile_bytes;
+        if (2 * p + t >= w.tiles()) memset(operand, 0, tile_bytes);
+        else scales[t] = byte_operands(w, 2 * p + t, read_tile_groups(w, 2 * p + t, floats), operand);
+      }
+      multiply<amx::Int8>(in.data, c.rows, w.padded() / amx::CHUNK, in.row_bytes, p, count, panels, tile_bytes, [&](int64_t m, int64_t t, vf sums) {
+        put_results(c, m, t * LANES, (vf)_mm512_cvtepi32_ps((__m512i)sums) * (scales[t - 2 * p] * in.scales[m]));
+      });
+    }
+  });
+  return !failed;
+}
 bool run_many(const TiledCall& c, int threads, parallel_entry entry) {
-  constexpr int64_t CLOSE = 512 << 10;  // of unpacked weights that rows pass by at once
   const Tiled& w = c.weight;
   const int64_t chunks = (2 * w.depth + amx::CHUNK - 1) / amx::CHUNK, pairs = (w.tiles() + 1) / 2;
   const int64_t tile_bytes = w.padded() * LANES * sizeof(bf16);
-  const int64_t many = std::max<int64_t>(1, std::min<int64_t>(amx::MOST_PANELS, CLOSE / (2 * tile_bytes)));
+  const int64_t many = pairs_at_once(tile_bytes);
   const char* x = padded_rows(c, chunks, threads, entry);
   if (!x) return false;
   std::atomic<bool> failed{false};
@@ -126,7 +163,9 @@ bool run_many(const TiledCall& c, int threads, parallel_entry entry) {
         if (2 * p + t < w.tiles()) unpack_tile(w, 2 * p + t, read_tile_groups(w, 2 * p + t, floats), (bf16*)to);
         else memset(to, 0, tile_bytes);
       }
-      multiply(c, x, chunks, p, count, panels, tile_bytes);
+      multiply<amx::Bf16>(x, c.rows, chunks, chunks * amx::CHUNK, p, count, panels, tile_bytes, [&](int64_t m, int64_t t, vf sums) {
+        put_results(c, m, t * LANES, sums);
+      });
     }
   });
   return !failed;
@@ -196,6 +235,12 @@ extern "C" int kimicore_tiled_linear(const TiledCall* c, int64_t few, int64_t so
 #endif
   return c->rows <= few ? !run_few(*c, useful, entry) : !run_many(*c, useful, entry);
 }
+#if defined(KC_AMX)
+// With inputs rounded to 8 bits. Returns 0, or 1 where there is no memory.
+extern "C" int kimicore_tiled_bytes(const TiledCall* c, int threads, parallel_entry entry) {
+  return c->rows ? !run_bytes(*c, useful_threads(*c, threads), entry) : 0;
+}
+#endif
 extern "C" int kimicore_tiled_rows(const Tiled* w, const int64_t* rows, int64_t count, void* to, int threads, parallel_entry entry) {
   std::atomic<bool> failed{false};
   shared_range(entry, threads, count, [&](int64_t first, int64_t last) {
