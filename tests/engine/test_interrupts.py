@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,15 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 SMALL: dict[str, Any] = {"dtype": "float32", "kv_device_bytes": "1MiB"}
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Have SIGINT raise KeyboardInterrupt, also where whoever started the tests has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_cancels_the_call(tiny: Path, alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in a blocking call ends that call and its request; the engine serves on (hw-native-sys/pypto-lib#274)."""
     with SyncEngine(tiny, EngineConfig(**SMALL)) as engine:

@@ -129,11 +129,16 @@ def test_rows_are_the_weight_s_own(
 def test_product_is_the_dense_one(
     op: Any, dtype: torch.dtype, outs: int, depth: int, group: int, bits: int, kind: str
 ) -> None:
-    """A product with a packed weight has the bits of the dense product with the unpacked one, for few rows and many."""
+    """A product with a packed weight has the bits of the dense product with the unpacked one, for few rows and many.
+
+    Where there are matrix tiles, the dense product of bfloat16 sums in another order than weights that lie row by row.
+    """
     weight = forged(outs, depth, bits, group, kind)
     plain = reference.unpack(weight, dtype)
     native_dense = dense.load(dtype)[0]
     same = native_dense if op is not reference.packed_linear else torch.nn.functional.linear
+    if dtype == torch.bfloat16 and op is not reference.packed_linear and native.load_int8(dtype)[0] is not None:
+        same = None
     random = torch.Generator().manual_seed(1)
     for rows in (0, 1, 3, 17, 33, 70):
         x = torch.randn(rows, depth + 3, generator=random).to(dtype)[:, 1 : depth + 1]

@@ -1,6 +1,7 @@
 """Product with a packed weight in C++: unpacked panel by panel into a cache, and multiplied there.
 
-The dense product with the unpacked weight has the same bits (:mod:`kimicore.kernels.linear.native`). Four times fewer
+The dense product with the unpacked weight has the same bits (:mod:`kimicore.kernels.linear.native`), but for bfloat16
+where that goes by matrix tiles. Four times fewer
 bytes come from memory with 4 bits than with 16, which is what a product of few rows waits for.
 
 In bfloat16, where the processor has dot products of bytes, weights are kept in tiles (:mod:`.tiled`). Up to some rows,
