@@ -105,6 +105,7 @@ def test_command_lines_are_understood(page: Path, monkeypatch: pytest.MonkeyPatc
         cli.check_policy,
         cli.policies,
         cli.precision,
+        cli.prune,
         cli.quantize,
         cli.verify,
         cli.warmup,
@@ -132,6 +133,7 @@ def test_extras_exist() -> None:
         ("chat", "cli.md"),
         ("doctor", "cli.md"),
         ("quantize", "quantizing.md"),
+        ("prune", "pruning.md"),
         ("verify", "verify.md"),
     ],
 )

@@ -55,7 +55,7 @@ PLACES = {
         (5, "shell"),
     ),
     **dict.fromkeys([f"kimicore.{name}" for name in ("asgi", "cli", "integrations", "report", "sim")], (6, "top")),
-    **dict.fromkeys(["kimicore.quantize", "kimicore.verify"], (6, "top")),
+    **dict.fromkeys(["kimicore.pruning", "kimicore.quantize", "kimicore.verify"], (6, "top")),
     "kimicore.testing": (6, "top"),
 }  # fmt: skip
 

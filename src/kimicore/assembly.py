@@ -24,6 +24,7 @@ from kimicore.model.kv_layout import kv_classes
 from kimicore.model.load import open_source
 from kimicore.model.modules import modules_of
 from kimicore.model.products import packed_product
+from kimicore.model.skipping import without_layers
 from kimicore.model.spec import ModelSpec, spec_from_config
 from kimicore.model.transformer import Transformer
 from kimicore.plan import Planner
@@ -56,7 +57,7 @@ def assemble(model: str | os.PathLike[str], config: EngineConfig, progress: Prog
     """Load ``model`` and return its engine, not yet started."""
     _check_process()
     maps = _precision_policy(config)
-    source = open_source(model, progress=progress)
+    source = without_layers(open_source(model, progress=progress), config.skip_layers)
     spec = spec_from_config(source.config)
     dtype = choose_dtype(config.dtype)
     tokenizer = _tokenizer(source, spec)

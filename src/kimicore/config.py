@@ -10,7 +10,16 @@ from typing import Any, Self
 
 from attrs import field, fields, frozen
 
-from kimicore.checks import boolean_field, byte_size_field, choice_field, float_field, int_field, name_field, path_field
+from kimicore.checks import (
+    boolean_field,
+    byte_size_field,
+    choice_field,
+    float_field,
+    int_field,
+    integer,
+    name_field,
+    path_field,
+)
 from kimicore.errors import ConfigError
 from kimicore.types import KV_PRECISIONS, KVPrecision
 
@@ -73,6 +82,16 @@ def _kv_domains(value: Any) -> Mapping[str, KVPrecision]:
     return {key: _precision(f"kv_domains[{key!r:.80}]", one) for key, one in value.items()}
 
 
+def _layers(value: Any) -> tuple[int, ...]:
+    """Return numbers of layers, or refuse the wrong one; whether a model has so many is known when it is opened."""
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes, bytearray)):
+        raise ConfigError(f"skip_layers={value!r:.80}: must be a list of layers, counted from 0, such as [11, 12]")
+    found = tuple([integer(f"skip_layers[{at}]", one, 0, 4095, ConfigError) for at, one in enumerate(value)])
+    if len(set(found)) < len(found):
+        raise ConfigError(f"skip_layers={found!r:.80}: name each layer once")
+    return found
+
+
 @frozen(slots=True)
 class EngineConfig:
     """Settings of an :class:`~kimicore.Engine`; each is checked here and refused by name.
@@ -88,6 +107,7 @@ class EngineConfig:
     weights are expanded at load: values are the same, memory is not. ``activations``: of inputs to products with packed
     weights. "map": as the precision map says that was applied here, or with "stored" the one that ``kimicore quantize``
     left beside the weights; such maps may have 8 bits for the middle of a prompt. "16-bit": none is rounded.
+    ``skip_layers``: layers by number, from 0, that the model is loaded without.
 
     ``max_batch_size`` rows and ``max_batch_tokens`` tokens bound a step. ``min_batch_size`` and
     ``max_wait_s``: while other rows run, new prompts are held back until that many wait or the oldest has
@@ -166,6 +186,7 @@ class EngineConfig:
     shutdown_s: float = float_field(10.0, 0.0, 3600.0, fault=ConfigError)
     precision: str = name_field("stored", fault=ConfigError)
     activations: str = choice_field("map", ("map", "16-bit"), fault=ConfigError)
+    skip_layers: tuple[int, ...] = field(default=(), kw_only=True, converter=_layers)
 
     def __attrs_post_init__(self) -> None:
         if self.block_tokens not in (16, 32, 64):

@@ -15,6 +15,7 @@ from kimicore.cli import (
     generate,
     policies,
     precision,
+    prune,
     quantize,
     simulate,
     verify,
@@ -34,7 +35,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="kimicore", description="An LLM inference engine that runs in your process.")
     parser.add_argument("--version", action="version", version=f"kimicore {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    offered = (generate, chat, doctor, policies, check_policy, precision, quantize, simulate, bench, warmup, verify)
+    offered = (
+        generate,
+        chat,
+        doctor,
+        policies,
+        check_policy,
+        precision,
+        prune,
+        quantize,
+        simulate,
+        bench,
+        warmup,
+        verify,
+    )
     for module in offered:
         module.add_parser(commands)
     options = parser.parse_args(arguments)

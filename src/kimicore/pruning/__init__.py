@@ -1,0 +1,1 @@
+"""Models with fewer layers: how much each layer does, and folders without those that do least."""
