@@ -135,7 +135,7 @@ def package(session: nox.Session) -> None:
     carried = (".cpp", ".h", ".md", ".txt")  # kernels; the texts that quantizing calibrates on and verify judges by
     sources = [str(path.relative_to(package_root)) for path in package_root.rglob("*") if path.suffix in carried]
     if not all(any(name.startswith(f"{part}/texts/") for name in sources) for part in ("quantize", "verify")):
-        session.error("the texts of quantize and verify are not where this session looks for them")
+        session.error("no texts in quantize/texts or in verify/texts of src/kimicore: the wheel would be without them")
     with session.chdir(folder):
         session.run("python", "-c", SMOKE.format(sources=["py.typed", *sorted(sources)]))
         session.run("kimicore", "doctor")

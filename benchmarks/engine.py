@@ -310,7 +310,7 @@ def memory_child(path: str) -> None:
     arena = 256 * MIB
     config = kimicore.EngineConfig(dtype="auto", kv_device_bytes=arena, prefix_cache=False)
     with kimicore.SyncEngine(path, config) as engine:
-        weights = engine.face.loop.runner._model.weight_bytes  # type: ignore[attr-defined]
+        weights = engine.face.loop.runner.model.weight_bytes  # type: ignore[attr-defined]
         prompts = [ids[50 * i : 50 * i + 300] for i in range(32)]
         engine.generate_many(prompts, max_tokens=32, temperature=0.0, ignore_eos=True)
         engine.generate(ids[:4000], max_tokens=1, prompt_logprobs=0)

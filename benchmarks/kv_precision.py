@@ -36,6 +36,7 @@ from kimicore.model.kv_layout import kv_classes
 from kimicore.model.load import open_source
 from kimicore.model.spec import spec_from_config
 from kimicore.types import KV_PRECISIONS, KVPrecision
+from kimicore.verify.tally import similarity
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 NEW_TOKENS = 64
@@ -136,24 +137,7 @@ def beside(found: Scores, full: Scores) -> dict[str, Any]:
     return row
 
 
-def distance(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return the least number of insertions, deletions and substitutions that make one of the other (Levenshtein)."""
-    before = list(range(len(other) + 1))
-    for row, a in enumerate(one, 1):
-        now = [row]
-        for column, b in enumerate(other):
-            now.append(min(before[column] + (a != b), before[column + 1] + 1, now[column] + 1))
-        before = now
-    return before[-1]
-
-
-def similarity_of(one: Sequence[Any], other: Sequence[Any]) -> float:
-    """Return 1 for the same, down to 0 for nothing in common."""
-    longer = max(len(one), len(other))
-    return 1.0 - distance(one, other) / longer if longer else 1.0
-
-
-async def similarity(options: argparse.Namespace) -> None:
+async def continuations(options: argparse.Namespace) -> None:
     """Case ``similarity``."""
     async with Bench(options, prefix_cache=False) as bench:
         count = options.prompts
@@ -167,8 +151,8 @@ async def similarity(options: argparse.Namespace) -> None:
             else:
                 found = await bench.together(prompts, max_tokens=NEW_TOKENS, kv_precision=precision)
             pairs = [(a.choices[0], b.choices[0]) for a, b in zip(found, full, strict=True)]
-            ids = [similarity_of(a.token_ids, b.token_ids) for a, b in pairs]
-            texts = [similarity_of(a.text, b.text) for a, b in pairs]
+            ids = [similarity(a.token_ids, b.token_ids) for a, b in pairs]
+            texts = [similarity(a.text, b.text) for a, b in pairs]
             first = [
                 next((at for at in range(NEW_TOKENS) if a.token_ids[at] != b.token_ids[at]), NEW_TOKENS)
                 for a, b in pairs
@@ -266,7 +250,7 @@ async def timed_rows(bench: Bench, tokens: int) -> None:
             )
 
 
-CASES = {"perplexity": perplexity, "similarity": similarity, "memory": memory, "speed": speed}
+CASES = {"perplexity": perplexity, "similarity": continuations, "memory": memory, "speed": speed}
 
 
 def pairs(text: str) -> list[tuple[int, int]]:

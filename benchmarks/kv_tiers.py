@@ -5,10 +5,12 @@
 Everything of a case is measured in one run on one machine. ``resume``: a context of 2,000 and of 7,000 tokens goes on
 after it left the device: seconds to the first token from host memory, from disk (read past the page cache where the
 file system allows it) and computed anew, medians of ``--repeat``; and the limits that bound them: a copy of as many
-bytes, a direct read of the same records, and their decoding alone. ``choice``: contexts of 64 to 7,000 tokens, loaded
-and computed, and what the engine chooses by itself. ``sessions``: sessions of 2,000 tokens, kept at 1, 4 and 10 times
-the arena, each resumed in a random order: first-token times, beside an engine that can only compute. ``importance``: a
-load of many conversations over a small arena, under eviction that hears of attention, that does not, and by age.
+bytes, a direct read of the same records, and their decoding alone, from memory, by as many threads as decode them in a
+load (``disk_of_bound`` is the load's share of the smaller of these two). ``choice``: contexts of 64 to 7,000 tokens,
+loaded and computed, and what the engine chooses by itself. ``sessions``: sessions of 2,000 tokens, kept at 1, 4 and 10
+times the arena, each resumed in a random order: first-token times, beside an engine that can only compute.
+``importance``: a load of many conversations over a small arena, under eviction that hears of attention, that does not,
+and by age.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +172,9 @@ def limits(bench: Bench, tokens: int, folder: Path, row: dict[str, Any]) -> dict
     whole = rate(lambda: [store.get(one.key, one.layout, out) for one in entries], size, 3)
     read_bytes = (store.stats().read_bytes - before) / 3
     read = direct_read_rate(folder, int(read_bytes))
+    read_as_raw = read * size / stored
+    decode = decode_rate(store, [one.key for one in entries], kimicore.EngineConfig().io_threads)
+    disk = size / row["disk_load_s"]
     return {
         "bytes": size,
         "stored_bytes": stored,
@@ -177,14 +183,34 @@ def limits(bench: Bench, tokens: int, folder: Path, row: dict[str, Any]) -> dict
         "host_mb_s": round(size / row["host_load_s"] / 1e6),
         "host_of_copy": round(size / row["host_load_s"] / copy, 2),
         "read_mb_s": round(read / 1e6),
-        "read_as_raw_mb_s": round(read * size / stored / 1e6),
+        "read_as_raw_mb_s": round(read_as_raw / 1e6),
+        "decode_mb_s": round(decode / 1e6),
         "store_one_thread_mb_s": round(whole / 1e6),
-        "disk_mb_s": round(size / row["disk_load_s"] / 1e6),
-        "disk_of_read": round(size / row["disk_load_s"] / (read * size / stored), 2),
+        "disk_mb_s": round(disk / 1e6),
+        "disk_of_read": round(disk / read_as_raw, 2),
+        "disk_of_bound": round(disk / min(read_as_raw, decode), 2),
         "prefill_tokens_per_s": round(tokens / row["computed_ttft_s"]),
         "host_factor": round(row["computed_ttft_s"] / row["host_ttft_s"], 1),
         "disk_factor": round(row["computed_ttft_s"] / row["disk_ttft_s"], 1),
     }
+
+
+def decode_rate(store: Any, keys: Sequence[bytes], threads: int) -> float:
+    """Return bytes per second, raw, of these records' payloads decoded from memory by so many threads, nothing else."""
+    places = [store._log.index[key] for key in keys]
+    payloads = [bytes(one.segment.read(one.record, store._buffers)) for one in places]
+    records = [one.record for one in places]
+    ends = np.cumsum([one.raw_bytes for one in records])
+    target = np.zeros(ends[-1], np.uint8)
+
+    def part(number: int) -> None:
+        for at in range(number, len(records), threads):
+            one = records[at]
+            room = target[ends[at] - one.raw_bytes : ends[at]]
+            store._codec.decode(one.codec, payloads[at], room.data, one.item_bytes)
+
+    with ThreadPoolExecutor(threads) as pool:
+        return rate(lambda: list(pool.map(part, range(threads))), int(ends[-1]))
 
 
 def direct_read_rate(folder: Path, size_bytes: int) -> float:

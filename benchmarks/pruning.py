@@ -81,7 +81,7 @@ def speed(options: argparse.Namespace, skips: dict[int, tuple[int, ...]], rows: 
     try:
         for count, engine in engines.items():
             engine.open()
-            model = engine.face.loop.runner._model
+            model = engine.face.loop.runner.model
             rows[count] |= {"dtype": str(model.dtype).removeprefix("torch."), "weight_bytes": model.weight_bytes}
             rows[count]["tokens_per_s"] = {}
         for at_once in AT_ONCE:

@@ -34,4 +34,5 @@ nitpick_ignore_regex = [
     # What a docstring of quantizing or verifying names of the inside, for who has such a thing in hand already.
     ("py:.*", r"kimicore\.model\.(load\.open_source|source\.WeightSource|transformer\.Transformer)|METHODS"),
     ("py:.*", r"kimicore\.policies\.precision\.resolving\.ResolvedMap"),
+    ("py:.*", r"kimicore\.quantize\.(reuse\.EarlierLayers|run\.quantize_model)"),
 ]

@@ -18,7 +18,7 @@ from kimicore.importance import Importance
 from kimicore.kernels.registry import select_ops
 from kimicore.kv.arena import Arena
 from kimicore.loop import EngineLoop
-from kimicore.memory import available_bytes
+from kimicore.memory import available_bytes, give_back
 from kimicore.model.importance_table import ImportanceTable, table_path
 from kimicore.model.kv_layout import kv_classes
 from kimicore.model.load import open_source
@@ -40,13 +40,14 @@ if TYPE_CHECKING:
     from kimicore.kernels.registry import Ops
     from kimicore.model.source import WeightSource
 
-__all__ = ["assemble", "choose_dtype", "keeps_packed"]
+__all__ = ["RECORD_FILE", "assemble", "choose_dtype", "keeps_packed"]
 
 DEFAULT_KV_BYTES = 1 << 30
 DEFAULT_KV_SHARE = 0.25
 
 WARM_TOKENS = 64
 RECORD_FILE = "kimicore.json"
+"""What lies beside weights that were quantized or pruned here, and says how they were made."""
 LOADED_IN = os.getpid()
 """The process that torch was loaded in: its threads do not survive a fork, and products in a child would hang."""
 
@@ -77,6 +78,7 @@ def assemble(model: str | os.PathLike[str], config: EngineConfig, progress: Prog
     transformer = Transformer.load(
         spec, source, ops, dtype, progress, known_tokens=known, packed=packed, precision=precision, activations=rounds
     )
+    give_back()  # what loading took for a while
     runner = ModelRunner(transformer, arena, ops, config.block_tokens)
     warm = runner.warm_up(min(WARM_TOKENS, config.max_batch_tokens))
     clock = MonotonicClock()
@@ -192,6 +194,7 @@ def _importance(
             values = ImportanceTable.read(path.expanduser(), fingerprint, size, names).values
         except ConfigError as error:
             options = "" if size == 16 else f" --block-tokens {size}"
+            options += f" --skip-layers {','.join(map(str, config.skip_layers))}" if config.skip_layers else ""
             options += "" if config.importance_table is None else f" --out {config.importance_table}"
             raise ConfigError(
                 f"importance={config.importance!r}: {error}; run: kimicore warmup {model}{options}"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from pathlib import Path
 
-__all__ = ["available_bytes", "huge_pages"]
+__all__ = ["available_bytes", "give_back", "huge_pages"]
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -32,6 +34,17 @@ def huge_pages(setting: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled
         return "not here: the system has none"
     chosen = next((one.strip("[]") for one in words if one.startswith("[")), "unknown")
     return f"{'off' if chosen == 'never' else 'on'} for the KV cache in host memory (the system's setting: {chosen})"
+
+
+def give_back() -> None:
+    """Ask the C library to give memory that has been freed back to the system; where it cannot (no glibc), do nothing.
+
+    Loading a model frees tens of megabytes in pieces, which glibc would keep.
+    """
+    if sys.platform.startswith("linux"):
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
 
 def _meminfo(path: Path) -> int:

@@ -103,8 +103,8 @@ class BlockKeys:
         own = self._activations
         if own is None or (own.middle == "int8") == (own.ends == "int8"):
             return 0, 0
-        stop = prompt_tokens - own.last_tokens
-        return (own.first_tokens, stop) if own.first_tokens < stop else (0, 0)
+        first, stop = own.span(prompt_tokens)
+        return (first, stop) if first < stop else (0, 0)
 
 
 class KeyChain:

@@ -37,6 +37,11 @@ class ModelRunner:
         self._groups = [one for one in arena.classes if one.precision == "full"]
         self._head_rows = max(1, HEAD_BYTES // (4 * model.spec.vocab_size))
 
+    @property
+    def model(self) -> Transformer:
+        """The model that runs; there is none once the runner is closed."""
+        return self._model
+
     def run(self, step: BoundStep) -> StepResult:
         """Compute the step: keys and values into the arena, a token for each row that samples one.
 

@@ -16,6 +16,7 @@ from kimicore.model.packed.rounding import round_to_nearest
 from kimicore.model.packing import Packer
 from kimicore.model.products import Halves, Stack, by_halves, holds_codes, product
 from kimicore.policies.precision import ActivationPrecision
+from kimicore.prefix import BlockKeys
 from kimicore.sampling_params import SamplingParams
 from kimicore.types import BoundRow, BoundStep, KVClass, RowPlan, Shape
 
@@ -62,6 +63,30 @@ def test_a_batch_knows_the_class_of_its_tokens(
     assert batch.middle.dtype == torch.int64
     assert batch.middle.tolist() == expected
     assert Packer([CLASS], 16).pack(step).middle.tolist() == []
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(0, 20)), min_size=1, max_size=5),
+    st.integers(0, 20),
+    st.integers(1, 20),
+    st.sampled_from([("bfloat16", "int8"), ("int8", "bfloat16")]),
+)
+def test_all_agree_on_the_middle(
+    prompts: list[tuple[int, int]], first: int, last: int, precisions: tuple[str, str]
+) -> None:
+    """Batches, names of blocks and the map itself have the same positions of a sequence in the middle of its prompt."""
+    own = ActivationPrecision(*precisions, first_tokens=first, last_tokens=last)
+    step = step_of([(prompt, prompt + more, 0, prompt + more) for prompt, more in prompts], 0)
+    rounded = set(Packer([CLASS], 16, activations=own).pack(step).middle.tolist())
+    index = 0
+    for prompt, more in prompts:
+        begin, stop = BlockKeys(16, b"s", own).middle(prompt)
+        for position in range(prompt + more):
+            inside = own.place(position, prompt) == "middle"
+            assert inside == (first <= position < prompt - last)
+            assert inside == (begin <= position < stop)
+            assert inside == ((index in rounded) == (own.middle == "int8"))
+            index += 1
 
 
 @given(st.integers(1, 30), st.sets(st.integers(0, 29)), st.lists(st.integers(0, 29), max_size=12))

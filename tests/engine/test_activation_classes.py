@@ -260,7 +260,7 @@ def in_effect(model: Path, **settings: Any) -> tuple[Answers, ActivationPrecisio
     with SyncEngine(model, EngineConfig(prefix_cache=False, **{"dtype": "float32", **settings})) as engine:
         tokens = [engine.generate(one, max_tokens=24, **GREEDY).token_ids for one in prompts()]
         loop: Any = engine.face.loop
-        return tokens, loop.runner._model.activations, [one.activation for one in loop._book._contexts]
+        return tokens, loop.runner.model.activations, [one.activation for one in loop._book._contexts]
 
 
 def test_switched_off_is_16_bits_everywhere(llama: Path) -> None:

@@ -70,7 +70,7 @@ async def test_zeros_are_what_they_say(shared: Engine, alone: Alone) -> None:
 async def test_a_broken_logit_ends_its_request_only(tiny: Path, alone: Alone, poison: float, place: int) -> None:
     """A logit that is no number ends that request with an error, and its neighbour is right (JustVugg/colibri#369)."""
     async with Engine(tiny, EngineConfig(dtype="float32", kv_device_bytes="1MiB")) as engine:
-        model = engine.face.loop.runner._model
+        model = engine.face.loop.runner.model
         logits = model.logits
 
         def broken(hidden: torch.Tensor) -> torch.Tensor:

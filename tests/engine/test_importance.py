@@ -65,7 +65,7 @@ class Weighing(Around):
         result = super().run(step)
         batch = self.inner._packer.pack(step)
         mass = torch.zeros(batch.block_tables[0].shape)
-        model, layers = self.inner._model, self.inner._model._attention
+        model, layers = self.inner.model, self.inner.model._attention
         ops = evolve(model.ops, paged_attention=partial(model.ops.paged_attention, importance=mass))
         model._attention = [evolve(one, ops=ops) for one in layers]
         with torch.inference_mode():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import platform
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 
 from kimicore import Choice, Engine
 from kimicore.handle import Handle
+from kimicore.memory import give_back
 from kimicore.requests import Request
 from rigs.settle import settled
 
@@ -76,3 +79,24 @@ async def test_a_slow_reader_holds_up_nobody_and_misses_nothing(shared: Engine, 
     assert "".join(chunk.text for chunk in chunks) == expected.text
     assert tuple(one for chunk in chunks for one in chunk.token_ids) == expected.token_ids
     await settled(shared)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library keeps what is freed, or does not")
+def test_freed_pieces_go_back_to_the_system() -> None:
+    """What was allocated in pieces and freed below one that is still there leaves the resident set."""
+    libc = ctypes.CDLL(None)
+    libc.malloc.argtypes, libc.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
+    libc.free.argtypes = [ctypes.c_void_p]
+    pieces = [libc.malloc(64 << 10) for _ in range(1024)]
+    for piece in pieces:
+        ctypes.memset(piece, 1, 64 << 10)
+    for piece in pieces[:-1]:
+        libc.free(piece)
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    kept = resident()
+    give_back()
+    assert resident() < kept - (48 << 20)
+    libc.free(pieces[-1])

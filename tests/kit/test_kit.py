@@ -30,7 +30,9 @@ def test_a_maker_that_raises_is_a_broken_promise():
     def maker() -> Lru:
         raise KeyError("no default")
 
-    for check in check_eviction(maker, examples=2):
+    checks = list(check_eviction(maker, examples=2))
+    assert [one.name for one in checks] == [one.name for one in check_eviction(Lru)]
+    for check in checks:
         with pytest.raises(BrokenPromise, match="no default"):
             check()
 

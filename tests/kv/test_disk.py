@@ -22,7 +22,7 @@ OTHER = b"another layout.."
 
 
 @pytest.mark.parametrize("direct", ["auto", "off"])
-@pytest.mark.parametrize("codec", ["raw", "zstd", "planes-zstd", "auto"])
+@pytest.mark.parametrize("codec", ["raw", "zstd", "planes-zstd", "planes-packed", "auto"])
 def test_what_is_put_is_found_also_after_a_restart(make: Make, codec: str, direct: str) -> None:
     """Blocks come back byte for byte, oldest first in the list, whatever codec wrote them and however they are read."""
     store = make(codec=Codec(codec), direct=direct)

@@ -46,7 +46,7 @@ def generated(model: Path, **settings: Any) -> tuple[list[tuple[int, ...]], Tran
     """Return what prompts give in an engine of their own, and its model."""
     with SyncEngine(model, EngineConfig(**SMALL, **settings)) as engine:
         tokens = [engine.generate(ids, max_tokens=16, temperature=0.0, ignore_eos=True).token_ids for ids in PROMPTS]
-        return tokens, engine.face.loop.runner._model  # type: ignore[attr-defined]
+        return tokens, engine.face.loop.runner.model  # type: ignore[attr-defined]
 
 
 def same_tokens(model: Path, settings: dict[str, Any]) -> Transformer:
@@ -192,7 +192,7 @@ def test_demo_models_keep_their_tokens(demo: str, dtype: str, request: pytest.Fi
     for precision in ("stored", "none"):
         config = EngineConfig(dtype=dtype, kv_device_bytes="64MiB", precision=precision)
         with SyncEngine(path, config) as engine:
-            model = engine.face.loop.runner._model  # type: ignore[attr-defined]
+            model = engine.face.loop.runner.model  # type: ignore[attr-defined]
             found[precision] = engine.generate(text, max_tokens=24, temperature=0.0, logprobs=1)
             if precision == "stored" and model.packed:
                 assert model.weight_bytes <= 1.15 * path.stat().st_size

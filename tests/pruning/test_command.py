@@ -59,13 +59,29 @@ def test_only_told(layered: Callable[..., Path], tmp_path: Path, capsys: pytest.
     assert [one.name for one in tmp_path.iterdir()] == [source.name]
 
 
+def test_verified_without_a_folder(
+    identity: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With ``--verify`` and no ``--out`` the layers that are left are judged as they are loaded; nothing is written."""
+    source = identity(2)
+    before = sorted(one.name for one in source.iterdir())
+    capsys.readouterr()  # what transformers says while it saves
+    for layers, status in ((1, 0), (2, 1)):
+        assert main(["prune", str(source), "--layers", str(layers), "--verify", "--threads", "1", *SMALL]) == status
+        shown = capsys.readouterr().out
+        gone = re.search(r"^skip_layers = \[(.*)\]$", shown, re.MULTILINE)
+        assert gone is not None
+        assert f"\n{source} without layers {gone[1]}\n{'FAIL' if status else 'pass'}: " in shown
+    assert [one.name for one in tmp_path.iterdir()] == [source.name]
+    assert sorted(one.name for one in source.iterdir()) == before
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (["{model}", "--layers", "0", "--out", "{out}"], "--layers=0: must be at least 1"),
         (["{model}", "--layers", "-3", "--out", "{out}"], "--layers=-3"),
         (["{model}", "--layers", "5", "--out", "{out}"], "layers=5: the model has 5, and at least one must be left"),
-        (["{model}", "--layers", "1", "--verify"], "--verify goes with --out"),
         (["{model}", "--layers", "1", "--out", "{out}", "--measure", "guess"], "measure='guess'"),
         (["{model}", "--layers", "1", "--out", "/nowhere/out"], "there is no folder /nowhere"),
         (["{model}", "--layers", "1", "--out", "{model}"], "is there already"),

@@ -25,7 +25,6 @@ from kimicore.model.safetensors_source import SafetensorsSource
 from kimicore.model.skipping import LayerCut, without_layers
 from kimicore.model.spec import spec_from_config
 from kimicore.policies.precision import ResolvedMap
-from kimicore.pruning import folder as folder_module
 from kimicore.pruning.run import PruneSettings, prune_model, write_without
 from kimicore.quantize import files
 from kimicore.quantize.methods import QuantizeSettings
@@ -74,7 +73,7 @@ def test_the_record_says_what_went(layered: Callable[..., Path], tmp_path: Path)
     assert record["settings"].items() >= {"measure": "influence", "samples": 5, "sample_tokens": 40}.items()
     assert "map" not in record
     with SyncEngine(made.folder, EngineConfig(dtype="float32", kv_device_bytes="4MiB")) as engine:
-        assert len(engine.face.loop.runner._model.weights.layers) == 3
+        assert len(engine.face.loop.runner.model.weights.layers) == 3
 
 
 @pytest.mark.parametrize("kind", ["packed", "bytes", "awq", "gptq", "act-order"])
@@ -179,7 +178,7 @@ def test_large_models_come_in_several_files(
     """Files stay under the limit, an index names them, and a folder of several files can itself be pruned."""
     source = layered("llama")
     right = answers(source, skip_layers=(1, 2, 3))
-    monkeypatch.setattr(folder_module, "_SHARD_BYTES", 100_000)
+    monkeypatch.setattr(files, "_SHARD_BYTES", 100_000)
     made = write_without(open_source(source), tmp_path / "out", chosen(1, 3)).folder
     shards = sorted(made.glob("model-*.safetensors"))
     assert len(shards) > 2

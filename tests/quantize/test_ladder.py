@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -22,7 +24,7 @@ from kimicore.model.load import open_source
 from kimicore.model.packed.rounding import round_to_nearest
 from kimicore.policies.precision import PRECISIONS, ResolvedMap, ResolvedModule
 from kimicore.quantize.finish import read_record
-from kimicore.quantize.ladder import climbed_map
+from kimicore.quantize.path import ClimbPath, PathStep
 from kimicore.quantize.reading import ModelReader
 from kimicore.quantize.sensitivity import RUNGS, Cost, measure_costs, rungs_of, total
 from kimicore.verify.report import Report
@@ -49,21 +51,63 @@ def costs(draw: st.DrawFn) -> tuple[ResolvedMap, list[Cost]]:
     return found, made
 
 
+def chosen_of(found: ResolvedMap) -> dict[str, str]:
+    return {one.module.name: one.precision for one in found.modules}
+
+
 @given(costs(), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
 def test_a_climb_reaches_what_it_aims_at(given_costs: tuple[ResolvedMap, list[Cost]], a: float, b: float) -> None:
     """The losses of a climbed map are under the aim, a lower aim never takes fewer bytes, and nothing gets coarser."""
     found, made = given_costs
-    start = total(made, {one.module.module.name: one.module.precision for one in made})
-    low, high = sorted((a * start, b * start))
-    maps = {most: climbed_map(found, made, most) for most in (low, high)}
+    path = ClimbPath.of(found, made)
+    low, high = sorted((a * path.losses[0], b * path.losses[0]))
+    maps = {most: path.map_at(path.position(most)) for most in (low, high)}
     for most, climbed in maps.items():
-        chosen = {one.module.name: one.precision for one in climbed.modules}
-        assert total(made, chosen) <= most + 1e-12
+        assert total(made, chosen_of(climbed)) <= most + 1e-12
         for before, after in zip(found.modules, climbed.modules, strict=True):
             assert PRECISIONS[after.precision].weight_bytes(after.module.shape) >= before.weight_bytes
             assert (after.rule == "ladder") == (after.precision != before.precision)
     assert maps[low].weight_bytes >= maps[high].weight_bytes
-    assert climbed_map(found, made, start) == found
+    assert path.map_at(path.position(path.losses[0])) == found
+
+
+@given(costs())
+def test_a_path_leads_from_the_map_to_16_bits(given_costs: tuple[ResolvedMap, list[Cost]]) -> None:
+    """Each step adds bytes and takes away loss that is told right, and behind the last one nothing is rounded."""
+    found, made = given_costs
+    path = ClimbPath.of(found, made)
+    maps = [path.map_at(at) for at in range(path.last + 1)]
+    assert maps[0] == found
+    assert {one.precision for one in maps[-1].modules} == {"bfloat16"}
+    for at, climbed in enumerate(maps):
+        assert path.losses[at] == pytest.approx(total(made, chosen_of(climbed)), abs=1e-12)
+    for before, after in pairwise(maps):
+        assert after.weight_bytes > before.weight_bytes
+    assert list(path.losses) == sorted(path.losses, reverse=True)
+    worths = [step.worth for step in path.steps]
+    assert worths == pytest.approx(sorted(worths, reverse=True))
+
+
+@given(costs(), st.data())
+def test_the_middle_lies_between(given_costs: tuple[ResolvedMap, list[Cost]], data: st.DataObject) -> None:
+    """The middle of two positions lies strictly between them, wherever a position does, and nowhere else."""
+    path = ClimbPath.of(*given_costs)
+    low = data.draw(st.integers(0, path.last))
+    high = data.draw(st.integers(low, path.last))
+    middle = path.between(low, high)
+    assert (middle is None) == (high - low < 2)
+    assert middle is None or low < middle < high
+
+
+def test_the_middle_is_that_of_magnitudes() -> None:
+    """Between losses of 1 and 0.0001 nats the middle is at 0.01, and not at the half, where nearly all misses lie."""
+    found = a_map([(8, 128)] * 4)
+    losses = [1.0, 0.5, 0.1, 0.009, 0.0001]
+    path = ClimbPath(found, tuple(PathStep(f"layers.{at}.mlp.up_proj", "int8", 1.0) for at in range(4)), tuple(losses))
+    assert path.between(0, 4) == 3
+    assert path.between(0, 3) == 2
+    to_nothing = evolve(path, losses=(1.0, 0.6, 0.2, 0.05, 0.0))
+    assert to_nothing.between(0, 4) == 2
 
 
 def test_the_matrix_that_matters_climbs_first() -> None:
@@ -74,9 +118,25 @@ def test_the_matrix_that_matters_climbs_first() -> None:
         Cost(found.modules[0], {rung: 0.01 * loss for rung, loss in losses.items()}),
         Cost(found.modules[1], losses),
     ]
-    climbed = climbed_map(found, made, 0.3)
+    path = ClimbPath.of(found, made)
+    climbed = path.map_at(path.position(0.3))
     assert climbed.modules[0].precision == "int4"
     assert RUNGS.index(climbed.modules[1].precision) >= RUNGS.index("int5")
+
+
+def test_a_precision_that_gains_nothing_is_passed_over() -> None:
+    """Where one scale a row errs more than five bits in groups, the matrix goes on to 16 bits, and not last of all."""
+    found = a_map([(8, 128), (8, 128)], "int5")
+    made = [
+        Cost(found.modules[0], {"int5": 1.0, "int8": 3.0, "bfloat16": 0.0}),
+        Cost(found.modules[1], {"int5": 0.1, "int8": 0.01, "bfloat16": 0.0}),
+    ]
+    path = ClimbPath.of(found, made)
+    assert [(step.module, step.precision) for step in path.steps] == [
+        ("layers.0.mlp.up_proj", "bfloat16"),
+        ("layers.1.mlp.up_proj", "int8"),
+        ("layers.1.mlp.up_proj", "bfloat16"),
+    ]
 
 
 def test_rungs_are_those_that_fit() -> None:

@@ -8,7 +8,14 @@ import platform
 
 from attrs import asdict
 
-from kimicore.cli.options import DEMO, Progress, add_weight_options, check_writable, weight_settings
+from kimicore.cli.options import (
+    DEMO,
+    Progress,
+    add_activations_option,
+    add_weight_options,
+    check_writable,
+    weight_settings,
+)
 from kimicore.config import EngineConfig
 from kimicore.errors import ConfigError
 from kimicore.sim.measure import fit_engine
@@ -25,6 +32,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--repeat", type=int, default=2, metavar="N", help="measure everything N times (2)")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     add_weight_options(parser)
+    add_activations_option(parser)
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
     parser.add_argument("--max-batch-size", type=int, default=64, metavar="N", help="rows of a step at most")
     parser.add_argument("--max-batch-tokens", type=int, default=512, metavar="N", help="tokens of a step at most")
@@ -42,6 +50,7 @@ def run(options: argparse.Namespace) -> int:
     config = EngineConfig(
         dtype=options.dtype,
         **weight_settings(options),
+        activations=options.activations,
         threads=options.threads,
         max_batch_size=options.max_batch_size,
         max_batch_tokens=options.max_batch_tokens,
@@ -65,6 +74,8 @@ def run(options: argparse.Namespace) -> int:
             engine={
                 "dtype": options.dtype,
                 "precision": config.precision,
+                "activations": config.activations,
+                "skip_layers": list(config.skip_layers),
                 "threads": options.threads,
                 "max_batch_tokens": options.max_batch_tokens,
             },

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from kimicore import __version__
 from kimicore.cli.options import NO_MAPS, add_weight_options, weight_settings
 from kimicore.config import EngineConfig
+from kimicore.errors import ConfigError
 
 if TYPE_CHECKING:
     from kimicore.kernels.registry import Ops
@@ -43,6 +44,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
     config = EngineConfig(dtype=options.dtype, **weight_settings(options))
+    if config.skip_layers and options.model is None:
+        raise ConfigError(f"--skip-layers {options.skip_layers}: goes with a model; name the one that has these layers")
     for name, value in report(config, options.model):
         print(f"{name:24} {value}" if name else value, flush=True)
     return 0
@@ -51,7 +54,8 @@ def run(options: argparse.Namespace) -> int:
 def report(config: EngineConfig, model: str | None = None) -> Iterator[tuple[str, str]]:
     """Yield the report's lines as (name, value); with a model, what lies in its files and in memory stands below.
 
-    ``config``: its dtype and precision are those of the report. The model is loaded for the last lines.
+    ``config``: its dtype and precision are those of the report. The model is loaded for the last lines, without the
+    layers that ``config`` skips.
     """
     import torch
 
@@ -59,9 +63,11 @@ def report(config: EngineConfig, model: str | None = None) -> Iterator[tuple[str
     from kimicore.kernels.registry import describe, select_ops
     from kimicore.memory import available_bytes, huge_pages
     from kimicore.model.load import open_source
+    from kimicore.model.skipping import without_layers
     from kimicore.verify.stored import describe_model
 
     source = None if model is None else open_source(model)
+    view = None if source is None else without_layers(source, config.skip_layers)
     yield "kimicore", __version__
     yield "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     yield "torch", f"{torch.__version__}, {torch.get_num_threads()} threads of {os.cpu_count()} processors"
@@ -80,14 +86,19 @@ def report(config: EngineConfig, model: str | None = None) -> Iterator[tuple[str
         yield op, f"{implementation}: {why}" if why else implementation
     packed, why = keeps_packed(config, ops)
     yield "quantized weights", "stay packed in memory" if packed else f"are expanded at load: {why}"
-    if source is not None:
+    if source is not None and view is not None:
         yield "", ""
         yield from describe_model(source)
-        yield from _in_memory(source, ops, packed, config)
+        yield from _in_memory(source, view, ops, packed, config)
 
 
-def _in_memory(source: WeightSource, ops: Ops, packed: bool, config: EngineConfig) -> Iterator[tuple[str, str]]:
-    """Yield the forms that the model's matrices have once they are loaded as ``config`` says."""
+def _in_memory(
+    whole: WeightSource, source: WeightSource, ops: Ops, packed: bool, config: EngineConfig
+) -> Iterator[tuple[str, str]]:
+    """Yield the forms that the matrices of a source have once they are loaded as ``config`` says.
+
+    ``whole``: the model that it is of, with the layers that are skipped.
+    """
     from kimicore.assembly import choose_dtype
     from kimicore.memory import available_bytes
     from kimicore.model.modules import modules_of
@@ -98,9 +109,11 @@ def _in_memory(source: WeightSource, ops: Ops, packed: bool, config: EngineConfi
 
     dtype, spec = choose_dtype(config.dtype), spec_from_config(source.config)
     modules = modules_of(spec)
-    needed = sum([one.size_bytes for one in stored_formats(source)])
-    if not packed:
-        needed = sum([dtype.itemsize * math.prod(one.shape) for one in modules])
+    weights = sum([math.prod(one.shape) for one in modules])
+    needed = dtype.itemsize * weights
+    if packed:  # each layer has about the same share of the file
+        stored = sum([one.size_bytes for one in stored_formats(whole)])
+        needed = stored * weights // sum([math.prod(one.shape) for one in modules_of(spec_from_config(whole.config))])
     if needed > (available := available_bytes()):
         yield "in memory", f"not loaded: some {needed:,} bytes are needed, and {available:,} are available"
         return
@@ -108,7 +121,8 @@ def _in_memory(source: WeightSource, ops: Ops, packed: bool, config: EngineConfi
     if config.precision not in NO_MAPS:
         maps = resolved_by(policy_named(config.precision, config.policy.get("precision")), modules)
     loaded = Transformer.load(spec, source, ops, dtype, packed=packed, precision=maps)
-    yield "in memory", f"{loaded.weight_bytes:,} bytes of weights with precision={config.precision!r}"
+    gone = f" without layers {', '.join(map(str, sorted(config.skip_layers)))}" if config.skip_layers else ""
+    yield "in memory", f"{loaded.weight_bytes:,} bytes of weights with precision={config.precision!r}{gone}"
     forms = loaded.forms()
     width = max([22, *(len(name) for name, _, _ in forms)])
     for name, count, size in forms:

@@ -18,18 +18,22 @@ __all__ = [
     "DEMO",
     "NO_MAPS",
     "Progress",
+    "add_activations_option",
     "add_engine_options",
     "add_sampling_options",
+    "add_skip_layers_option",
     "add_weight_options",
     "check_writable",
     "engine_config",
     "policy_settings",
     "sampling",
+    "skipped_layers",
     "weight_settings",
 ]
 
 DEMO = "smollm2-135m-instruct"
 NO_MAPS = ("stored", "none")
+_MOST_DIGITS = 9  # Python reads no number of thousands of digits
 _SAMPLING: dict[str, tuple[Callable[[str], Any], str]] = {
     "max_tokens": (int, "most tokens to generate (default 256)"),
     "temperature": (float, "0 takes the most likely token"),
@@ -46,6 +50,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", "--model", default=DEMO, help=f"alias, folder, GGUF file or hub id (default {DEMO})")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     add_weight_options(parser)
+    add_activations_option(parser)
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
     parser.add_argument("--kv-device-bytes", metavar="SIZE", help="size of the KV arena, such as 512MiB")
     parser.add_argument("--kv-precision", default="full", help="of the KV: full, int8 or int4")
@@ -57,7 +62,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_weight_options(parser: argparse.ArgumentParser) -> None:
-    """Add how the weights of a model are kept."""
+    """Add which weights of a model are loaded, and how they are kept."""
     parser.add_argument(
         "--precision",
         default="stored",
@@ -70,6 +75,21 @@ def add_weight_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="KEY=VALUE",
         help="a setting of that map, such as ffn=int8; may be repeated",
+    )
+    add_skip_layers_option(parser)
+
+
+def add_skip_layers_option(parser: argparse.ArgumentParser) -> None:
+    """Add which layers a model is loaded without."""
+    parser.add_argument("--skip-layers", metavar="LIST", help="load no such layers, by number from 0, such as 11,12")
+
+
+def add_activations_option(parser: argparse.ArgumentParser) -> None:
+    """Add whether inputs to products are rounded where the precision map has it so."""
+    parser.add_argument(
+        "--activations",
+        default="map",
+        help="map (as the precision map in effect has them, the default) or 16-bit: none is rounded to 8 bits",
     )
 
 
@@ -85,6 +105,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
     return EngineConfig(
         dtype=options.dtype,
         **weight_settings(options),
+        activations=options.activations,
         threads=options.threads,
         kv_device_bytes=options.kv_device_bytes,
         kv_precision=options.kv_precision,
@@ -96,18 +117,32 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
 
 
 def weight_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of EngineConfig that say how weights are kept.
+    """Return the fields of EngineConfig that say which weights are loaded and how they are kept.
 
     Raises :class:`~kimicore.ConfigError` or :class:`~kimicore.PluginError` for a map or a setting that there is not,
-    before anything is loaded.
+    and for what is no list of layers, before anything is loaded.
     """
+    skipped = skipped_layers(options)
     settings = policy_settings(options.set_precision, example="ffn=int8", option="--set-precision")
     if options.precision in NO_MAPS:
         if settings:
             raise ConfigError(f"--set-precision goes with --precision and a map's name, not with {options.precision!r}")
-        return {"precision": options.precision}
+        return {"precision": options.precision, "skip_layers": skipped}
     policy_named(options.precision, settings)
-    return {"precision": options.precision, "policy": {"precision": settings} if settings else {}}
+    policy = {"precision": settings} if settings else {}
+    return {"precision": options.precision, "policy": policy, "skip_layers": skipped}
+
+
+def skipped_layers(options: argparse.Namespace) -> tuple[int, ...]:
+    """Return the layers of ``--skip-layers``; raises :class:`~kimicore.ConfigError` for what is no list of them."""
+    if options.skip_layers is None:
+        return ()
+    parts = [one.strip() for one in options.skip_layers.split(",")]
+    if not all(one.isdecimal() and one.isascii() and len(one) <= _MOST_DIGITS for one in parts):
+        raise ConfigError(
+            f"--skip-layers {options.skip_layers!r:.80}: write layers by number, counted from 0, such as 11,12"
+        )
+    return tuple([int(one) for one in parts])
 
 
 def sampling(options: argparse.Namespace) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kimicore.cli.options import Progress
 from kimicore.errors import ConfigError
@@ -24,7 +24,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--samples", type=int, default=20, metavar="N", help="sequences for influence (default 20)")
     parser.add_argument("--sample-tokens", type=int, default=256, metavar="N", help="tokens of each (default 256)")
     parser.add_argument("--prompts", type=int, default=50, metavar="N", help="prompts for kl and --verify (default 50)")
-    parser.add_argument("--verify", action="store_true", help="compare the result with the model as it was")
+    parser.add_argument("--verify", action="store_true", help="compare what is left with the model as it was")
     parser.add_argument("--overwrite", action="store_true", help="replace DIR, or what an interrupted run left")
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress on standard error")
@@ -33,8 +33,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(options: argparse.Namespace) -> int:
     """Run the command and return 0, or 1 where the result was verified and fails."""
-    if options.verify and options.out is None:
-        raise ConfigError("--verify goes with --out: only a folder can be compared")
     if options.layers < 1:
         raise ConfigError(f"--layers={options.layers}: must be at least 1")
     from kimicore.pruning.run import PruneSettings, choose_layers, prune_model
@@ -44,17 +42,21 @@ def run(options: argparse.Namespace) -> int:
     progress = Progress(options.quiet)
     try:
         if options.out is None:
-            _show(choose_layers(options.model, options.layers, settings, progress=progress), progress)
-            return 0
-        made = prune_model(
-            options.model, options.out, options.layers, settings, overwrite=options.overwrite, progress=progress
-        )
-        _show(made.choice, progress)
-        left = len(made.choice.influence) - len(made.choice.removals)
-        print(f"{made.folder}: {made.weight_bytes:,} bytes of weights in {left} layers", flush=True)
+            choice = choose_layers(options.model, options.layers, settings, progress=progress)
+            _show(choice, progress)
+            compared: dict[str, Any] = {"skip_layers": choice.skip_layers}
+        else:
+            made = prune_model(
+                options.model, options.out, options.layers, settings, overwrite=options.overwrite, progress=progress
+            )
+            _show(made.choice, progress)
+            left = len(made.choice.influence) - len(made.choice.removals)
+            print(f"{made.folder}: {made.weight_bytes:,} bytes of weights in {left} layers", flush=True)
+            compared = {"candidate": made.folder}
         if not options.verify:
             return 0
-        report = verify(options.model, made.folder, prompts=options.prompts, threads=options.threads, progress=progress)
+        how: dict[str, Any] = {"prompts": options.prompts, "threads": options.threads, "progress": progress}
+        report = verify(options.model, **compared, **how)
     finally:
         progress.clear()
     print(f"\n{report.table()}")

@@ -36,6 +36,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--ladder", action="store_true", help="verify, and climb to finer precisions until it passes")
     parser.add_argument("--prompts", type=int, default=100, metavar="N", help="of that verifying (default 100)")
     parser.add_argument(
+        "--steps-down", type=int, default=2, metavar="N", help="smaller maps tried after the first pass (default 2)"
+    )
+    parser.add_argument(
         "--keep-failed", action="store_true", help="write what the ladder ends with whether it passes or not"
     )
     parser.add_argument("--strict", action="store_true", help="no smaller groups where the map's do not fit")
@@ -112,14 +115,16 @@ def _climb(options: argparse.Namespace, found: ResolvedMap, how: QuantizeSetting
             how,
             overwrite=options.overwrite,
             keep_failed=options.keep_failed,
+            steps_down=options.steps_down,
             progress=progress,
             told=told,
         )
     progress.clear()
     print(end.report.table())
+    print(f"kept: map {end.kept + 1} of {len(end.rungs)}")
     if end.written is not None:
         _show(end.written, end.found, how)
     if not end.quantizable:
-        share = f"{end.rungs[-1].ffn_share:.1%} of the feed-forward weights"
-        print(f"not quantizable: it takes at least {LEAST_SHARE:.0%} under 16 bits, and {share} were in the last map")
+        share = f"{end.rung.ffn_share:.1%} of the feed-forward weights"
+        print(f"not quantizable: it takes at least {LEAST_SHARE:.0%} under 16 bits, and {share} were in the best map")
     return 0 if end.quantizable else 1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from attrs import define, field
 
-from kimicore.cli.options import DEMO, Progress, check_writable
+from kimicore.cli.options import DEMO, Progress, add_skip_layers_option, check_writable, skipped_layers
 from kimicore.config import EngineConfig
 from kimicore.contracts import Runner
 from kimicore.errors import ConfigError, InvalidRequest
@@ -93,6 +93,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--text", metavar="FILE", help="read the texts from a file, not from the model's own words")
     parser.add_argument("--out", metavar="FILE", help="write the table there, not to the cache folder")
     parser.add_argument("--block-tokens", type=int, default=16, metavar="N", help="tokens of a KV block (16)")
+    add_skip_layers_option(parser)
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice)")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress on standard error")
@@ -105,6 +106,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(f"--samples={options.samples}: must be at least 1")
     config = EngineConfig(
         dtype=options.dtype,
+        skip_layers=skipped_layers(options),
         threads=options.threads,
         max_batch_size=BATCH,
         max_batch_tokens=CHUNK_TOKENS,
@@ -122,9 +124,10 @@ def run(options: argparse.Namespace) -> int:
     from kimicore.model.importance_table import ImportanceTable, table_path
     from kimicore.model.kv_layout import kv_classes
     from kimicore.model.load import open_source
+    from kimicore.model.skipping import without_layers
     from kimicore.model.spec import spec_from_config
 
-    source = open_source(options.model)
+    source = without_layers(open_source(options.model), config.skip_layers)
     path = table_path(source.fingerprint, config.block_tokens) if options.out is None else Path(options.out)
     spec = spec_from_config(source.config)
     classes = kv_classes(spec, str(choose_dtype(config.dtype)).removeprefix("torch."), config.block_tokens)

@@ -141,8 +141,8 @@ class Packer:
         own = self._activations
         if own is None:
             return torch.empty(0, dtype=torch.int64)
-        prompts = np.fromiter((row.prompt_tokens for row in rows), np.int64, len(rows))[of_row]
-        inside = (positions >= own.first_tokens) & (positions < prompts - own.last_tokens)
+        first, stop = own.span(np.fromiter((row.prompt_tokens for row in rows), np.int64, len(rows)))
+        inside = (positions >= first) & (positions < stop[of_row])
         return torch.from_numpy(np.flatnonzero(np.where(inside, own.middle == "int8", own.ends == "int8")))
 
     def _tables(self, step: BoundStep) -> list[Table]:

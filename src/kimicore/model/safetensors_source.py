@@ -102,7 +102,11 @@ class SafetensorsSource:
         """Names of all tensors; a quantized matrix has the name of its weight."""
         return list(self._names)
 
-    def _find(self, name: str) -> tuple[SafetensorsFile, StoredTensor]:
+    def located(self, name: str) -> tuple[SafetensorsFile, StoredTensor]:
+        """Return the file that a stored tensor lies in, and its place there; a part of a quantized matrix is one too.
+
+        Raises :class:`~kimicore.ModelLoadError` for a name that the files have not.
+        """
         try:
             file, stored = self._where[name]
         except KeyError:
@@ -112,13 +116,13 @@ class SafetensorsSource:
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, output features first."""
         coded = self._coded.get(name)
-        return self._find(name)[1].shape if coded is None else coded.shape
+        return self.located(name)[1].shape if coded is None else coded.shape
 
     def packed(self, name: str) -> PackedWeight | None:
         """Return a matrix in the folder's own codes, or None where the folder has it as floats."""
         coded = self._coded.get(name)
         if coded is None:
-            self._find(name)
+            self.located(name)
             return None
         return assemble(self._path, coded, self._stored)
 
@@ -130,7 +134,7 @@ class SafetensorsSource:
         packed = self.packed(name)
         if packed is not None:
             return expand(packed, dtype)
-        file, tensor = self._find(name)
+        file, tensor = self.located(name)
         if tensor.dtype not in _READABLE:
             raise fault(
                 file.file.path,
@@ -141,7 +145,7 @@ class SafetensorsSource:
 
     def _stored(self, name: str) -> torch.Tensor:
         """Return a part of a quantized matrix in its own type."""
-        file, tensor = self._find(name)
+        file, tensor = self.located(name)
         kind = _PARTS[tensor.dtype]
         return _copied(file, tensor, kind, kind[1])
 

@@ -10,13 +10,13 @@ from typing import Any, Final
 
 from attrs import evolve
 
+from kimicore.assembly import RECORD_FILE
 from kimicore.errors import ConfigError
 from kimicore.model.folder_text import read_object
 from kimicore.model.packed.schemes import read_schemes
 from kimicore.model.safetensors_source import SafetensorsSource
 from kimicore.model.skipping import LayerCut
 from kimicore.policies.precision.resolving import ResolvedMap
-from kimicore.quantize.finish import RECORD_FILE
 
 __all__ = ["check_carried", "precision_map", "quantization"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,20 +10,18 @@ import torch
 
 from kimicore.errors import ConfigError
 from kimicore.model.modules import modules_of
-from kimicore.model.safetensors_header import SafetensorsFile, StoredTensor
 from kimicore.model.safetensors_source import SafetensorsSource
 from kimicore.model.skipping import LayerCut, WithoutLayers
 from kimicore.model.source import WeightSource
 from kimicore.model.spec import spec_from_config
 from kimicore.policies.precision.named import policy_named, resolved_by
 from kimicore.pruning.carrying import check_carried, quantization
-from kimicore.quantize.files import Piece, join, write_json, write_safetensors
+from kimicore.quantize.files import Piece, join, write_json, write_safetensors, write_shards
 from kimicore.quantize.finish import model_config
 from kimicore.quantize.text_files import write_text_files
 
 __all__ = ["check_storable", "stored_bytes", "write_folder"]
 
-_SHARD_BYTES: Final = 2 << 30
 _STORABLE: Final = ("BF16", "F16", "F32", "I32", "I64", "I8")
 
 
@@ -62,8 +60,11 @@ def write_folder(source: WeightSource, cut: LayerCut, folder: Path, record: Mapp
         config.pop("auto_map", None)  # code that is never run
     else:
         view = WithoutLayers(source, cut)
-        for path, names in _shards(folder, sizes):
-            write_safetensors(path, {one: view.read(one, torch.bfloat16) for one in names})
+        write_shards(
+            folder,
+            sizes,
+            lambda path, names: write_safetensors(path, {one: view.read(one, torch.bfloat16) for one in names}),
+        )
         plain = resolved_by(policy_named("none"), modules_of(spec_from_config(view.config)))
         config = model_config(view.config, plain)
     write_json(folder / "config.json", config)
@@ -77,29 +78,9 @@ def write_folder(source: WeightSource, cut: LayerCut, folder: Path, record: Mapp
 
 def _write_stored(source: SafetensorsSource, cut: LayerCut, folder: Path, sizes: Mapping[str, int]) -> None:
     """Write the tensors of a folder as they lie in its files."""
-    where: dict[str, tuple[SafetensorsFile, StoredTensor]] = {
-        new: source._find(name) for name in source.stored_tensors if (new := cut.renamed(name)) is not None
+    pieces = {
+        new: Piece(new, *source.located(name))
+        for name in source.stored_tensors
+        if (new := cut.renamed(name)) is not None
     }
-    for path, names in _shards(folder, sizes):
-        join(path, [Piece(one, *where[one]) for one in names])
-
-
-def _shards(folder: Path, sizes: Mapping[str, int]) -> Iterator[tuple[Path, list[str]]]:
-    """Yield files to be written and the names of their tensors; the index comes first where there are several."""
-    shards: list[list[str]] = [[]]
-    taken = 0
-    for name, size in sizes.items():
-        if shards[-1] and taken + size > _SHARD_BYTES:
-            shards.append([])
-            taken = 0
-        shards[-1].append(name)
-        taken += size
-    if len(shards) == 1:
-        yield folder / "model.safetensors", shards[0]
-        return
-    files = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
-    where = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-    tree = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
-    write_json(folder / "model.safetensors.index.json", tree)
-    for file, names in zip(files, shards, strict=True):
-        yield folder / file, names
+    write_shards(folder, sizes, lambda path, names: join(path, [pieces[one] for one in names]))

@@ -12,6 +12,7 @@ from typing import Any, Final
 from attrs import asdict, frozen
 
 from kimicore import __version__
+from kimicore.assembly import RECORD_FILE
 from kimicore.checks import integer
 from kimicore.errors import ConfigError
 from kimicore.model.load import open_source
@@ -24,7 +25,6 @@ from kimicore.pruning.folder import check_storable, stored_bytes, write_folder
 from kimicore.pruning.influence import Loss, block_influence
 from kimicore.quantize.calibration import calibration_texts, calibration_tokens, texts_digest
 from kimicore.quantize.files import disk_errors, needs_bytes
-from kimicore.quantize.finish import RECORD_FILE
 from kimicore.quantize.reading import ModelReader
 from kimicore.quantize.run import check_apart, check_target, take_place
 from kimicore.text.tokenizer import Tokenizer

@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -27,6 +27,7 @@ __all__ = [
     "read_tensor",
     "write_json",
     "write_safetensors",
+    "write_shards",
     "write_text",
 ]
 
@@ -41,6 +42,7 @@ _NAMES: Final[Mapping[torch.dtype, str]] = MappingProxyType(
     }
 )
 _COPY_BYTES: Final = 8 << 20
+_SHARD_BYTES: Final = 2 << 30  # a file of tensors that are made here is in memory as a whole
 
 
 @contextmanager
@@ -131,6 +133,32 @@ def join(path: Path, pieces: Sequence[Piece]) -> None:
             for start in range(0, one.stored.size_bytes, _COPY_BYTES):
                 stop = min(start + _COPY_BYTES, one.stored.size_bytes)
                 file.write(data[one.stored.offset + start : one.stored.offset + stop].data)
+
+
+def write_shards(folder: Path, sizes: Mapping[str, int], write: Callable[[Path, list[str]], None]) -> None:
+    """Have a model's tensors written into one file, or into several of up to 2 GiB with an index of them.
+
+    ``sizes``: bytes of each tensor by name, in the order in which they are to lie. ``write(path, names)`` writes the
+    tensors of these names into a file; a tensor that is larger than all that is alone in one.
+    """
+    shards: list[list[str]] = [[]]
+    taken = 0
+    for name, size in sizes.items():
+        if shards[-1] and taken + size > _SHARD_BYTES:
+            shards.append([])
+            taken = 0
+        shards[-1].append(name)
+        taken += size
+    if len(shards) == 1:
+        write(folder / "model.safetensors", shards[0])
+        return
+    where: dict[str, str] = {}
+    for number, names in enumerate(shards, start=1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        write(folder / file, names)
+        where |= dict.fromkeys(names, file)
+    tree = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
+    write_json(folder / "model.safetensors.index.json", tree)
 
 
 def read_tensor(path: Path, name: str) -> Tensor:

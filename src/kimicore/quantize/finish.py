@@ -5,28 +5,27 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 from kimicore import __version__
+from kimicore.assembly import RECORD_FILE
 from kimicore.errors import ConfigError
 from kimicore.model.safetensors_header import read_safetensors
 from kimicore.policies.precision.formats import PRECISIONS
 from kimicore.policies.precision.resolving import ResolvedMap
-from kimicore.quantize.files import Piece, disk_errors, join, write_json
+from kimicore.quantize.files import Piece, disk_errors, join, write_json, write_shards
 from kimicore.quantize.layout import quantization_config
 from kimicore.quantize.partial import PartialRun
 from kimicore.quantize.reading import ModelReader
 from kimicore.quantize.text_files import write_text_files
 
-__all__ = ["RECORD_FILE", "model_config", "read_record", "write_model"]
+__all__ = ["model_config", "read_record", "write_model"]
 
-RECORD_FILE: Final = "kimicore.json"
 _FORMAT: Final = "kimicore quantize"
 _VERSION: Final = 1
-_SHARD_BYTES: Final = 4 << 30
 _CLASSES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "llama": "LlamaForCausalLM",
@@ -57,10 +56,10 @@ def write_model(reader: ModelReader, partial: PartialRun, found: ResolvedMap, re
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
     paths = [partial.part_path("tables"), *(partial.layer_path(index) for index in range(len(reader.spec.layers)))]
-    pieces = [
-        Piece(name, file, stored) for file in map(read_safetensors, paths) for name, stored in file.tensors.items()
-    ]
-    _write_shards(folder, pieces)
+    files = [read_safetensors(path) for path in paths]
+    pieces = {name: Piece(name, file, stored) for file in files for name, stored in file.tensors.items()}
+    sizes = {name: one.stored.size_bytes for name, one in pieces.items()}
+    write_shards(folder, sizes, lambda path, names: join(path, [pieces[name] for name in names]))
     write_json(folder / "config.json", model_config(reader.source.config, found))
     write_text_files(reader.source, folder)
     tree = {
@@ -71,28 +70,7 @@ def write_model(reader: ModelReader, partial: PartialRun, found: ResolvedMap, re
         "map": json.loads(found.to_json()),
     }
     write_json(folder / RECORD_FILE, tree)
-    return sum(one.stored.size_bytes for one in pieces)
-
-
-def _write_shards(folder: Path, pieces: Sequence[Piece]) -> None:
-    shards: list[list[Piece]] = [[]]
-    size = 0
-    for one in pieces:
-        if shards[-1] and size + one.stored.size_bytes > _SHARD_BYTES:
-            shards.append([])
-            size = 0
-        shards[-1].append(one)
-        size += one.stored.size_bytes
-    if len(shards) == 1:
-        join(folder / "model.safetensors", pieces)
-        return
-    where: dict[str, str] = {}
-    for number, own in enumerate(shards, start=1):
-        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        join(folder / name, own)
-        where |= {one.name: name for one in own}
-    total = sum(one.stored.size_bytes for one in pieces)
-    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where})
+    return sum(sizes.values())
 
 
 def read_record(folder: Path) -> tuple[dict[str, Any], ResolvedMap]:

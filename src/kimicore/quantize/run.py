@@ -30,6 +30,7 @@ from kimicore.quantize.layout import file_tensors
 from kimicore.quantize.methods import QuantizeSettings
 from kimicore.quantize.partial import PartialRun
 from kimicore.quantize.reading import ModelReader
+from kimicore.quantize.reuse import EarlierLayers
 from kimicore.quantize.statistics import InputStatistics
 from kimicore.text.tokenizer import Tokenizer
 
@@ -38,16 +39,21 @@ __all__ = ["Quantized", "check_apart", "check_target", "quantize_model", "take_p
 Progress = Callable[[str, int, int], None]
 _VERSION: Final = 1  # of what the steps compute; a run of another version is not gone on with
 _SPARE_BYTES: Final = 64 << 20
+_STREAM_BYTES: Final = 2 << 30  # of activations between layers that are kept for a next run
 
 
 @frozen
 class Quantized:
-    """What a run wrote: the folder, its map, the bytes of its weights, and from which layer on it was computed now."""
+    """What a run wrote: the folder, its map, the bytes of its weights, and from which layer on it was computed now.
+
+    ``layers_reused``: how many layers were there already, from an interrupted or an earlier run.
+    """
 
     folder: Path
     found: ResolvedMap
     weight_bytes: int
     resumed_at: int
+    layers_reused: int
 
     @property
     def ffn_share(self) -> float:
@@ -67,13 +73,15 @@ def quantize_model(
     texts: Mapping[str, str] | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
+    earlier: EarlierLayers | None = None,
 ) -> Quantized:
     """Round a model's weights as a map says and write them into the folder ``out``, which then loads by itself.
 
     ``model``: what :func:`kimicore.model.load.open_source` takes, or a source. ``found``: the map, resolved against the
     model's own modules. ``texts``: what it is calibrated on, by kind; None: the set that ships. ``overwrite``: replace
     ``out``, and begin anew where a partial folder is of another run. ``progress("layers", done, all)`` is called after
-    each layer.
+    each layer. ``earlier``: what the run before in a series left; layers that are the same are taken from it, and this
+    run's are left there.
 
     The work lies in ``out`` with ".partial" behind its name until all is there, and then takes its place at once. A
     run that was interrupted goes on at the layer where it stopped, with the same result.
@@ -85,15 +93,18 @@ def quantize_model(
     target = check_target(Path(out).expanduser(), overwrite)
     source = open_source(model) if isinstance(model, (str, os.PathLike)) else model
     check_apart(source, target)
-    job = _Job.of(source, target, found, settings, texts or calibration_texts(), overwrite, progress)
+    job = _Job.of(source, target, found, settings, texts or calibration_texts(), overwrite, progress, earlier)
     with torch.inference_mode():
-        resumed = job.layers()
+        resumed, reused = job.layers()
         job.tables()
     size = write_model(job.reader, job.partial, found, job.record)
     take_place(job.partial.folder / "model", target)
-    with disk_errors(target):
-        shutil.rmtree(job.partial.folder)
-    return Quantized(target, found, size, resumed)
+    if earlier is not None:
+        earlier.keep(job.partial, found, job.record)
+    else:
+        with disk_errors(target):
+            shutil.rmtree(job.partial.folder)
+    return Quantized(target, found, size, resumed, reused)
 
 
 def check_target(target: Path, overwrite: bool) -> Path:
@@ -149,8 +160,9 @@ class _Job:
         texts: Mapping[str, str],
         overwrite: bool,
         progress: Progress | None,
+        earlier: EarlierLayers | None,
     ) -> _Job:
-        """Return the job, everything checked and its partial folder there."""
+        """Return the job, everything checked and its partial folder there, earlier layers in it."""
         reader = ModelReader.of(source)
         _check_same_modules(reader, found)
         ids, record = None, _record(source, settings)
@@ -162,8 +174,11 @@ class _Job:
         digest = hashlib.blake2b(
             json.dumps([_VERSION, record, found.fingerprint.hex()], sort_keys=True).encode(), digest_size=16
         ).hexdigest()
-        needs_bytes(target.resolve().parent, 2 * found.weight_bytes + _SPARE_BYTES)
-        partial = PartialRun.open(target, digest, record, anew=overwrite)
+        every, kept_bytes = (0, 0) if earlier is None or ids is None else _kept_streams(reader, ids)
+        needs_bytes(target.resolve().parent, 2 * found.weight_bytes + kept_bytes + _SPARE_BYTES)
+        partial = PartialRun.open(target, digest, record, anew=overwrite, every=every)
+        if earlier is not None:
+            earlier.give(partial, found, record, calibrated=settings.method.calibrated)
         return cls(reader, found, settings, ids, partial, record, progress)
 
     def _show(self, done: int) -> None:
@@ -180,8 +195,8 @@ class _Job:
             stored = {f"{name}.weight": kept_as(weight, precision, name)}
         return stored, stored_weight(stored[f"{name}.weight"])
 
-    def layers(self) -> int:
-        """Quantize all layers that are not there yet, and return the first that was not."""
+    def layers(self) -> tuple[int, int]:
+        """Quantize all layers that are not there yet; return the first that was not, and how many were."""
         spec, ids = self.reader.spec, self.token_ids
         done = self.partial.done_layers()
         tokens = 1 if ids is None else ids.shape[1]
@@ -193,11 +208,15 @@ class _Job:
             if hidden is None:  # its file was lost: nothing can be built on
                 done, hidden = 0, rounding.decoder.embed(self.embedding()[1], ids)
         self._show(done)
+        reused = done
         for index in range(done, len(spec.layers)):
-            stored, hidden = rounding.quantize(index, self.reader.layer(index), hidden)
-            self.partial.keep(index, file_tensors(stored, f"model.layers.{index}."), hidden)
+            if ids is None and self.partial.has_layer(index):  # no layer asks for those before it
+                reused += 1
+            else:
+                stored, hidden = rounding.quantize(index, self.reader.layer(index), hidden)
+                self.partial.keep(index, file_tensors(stored, f"model.layers.{index}."), hidden)
             self._show(index + 1)
-        return done
+        return done, reused
 
     def tables(self) -> None:
         """Keep what belongs to no layer: embedding, last norm and head."""
@@ -225,6 +244,13 @@ class _Job:
                 decoder = Decoder.make(self.reader.spec, 1)
                 inputs = InputStatistics.of(decoder.norm(hidden, norm.float()))
         return round_matrix(head, precision, "lm_head", inputs, self.settings)
+
+
+def _kept_streams(reader: ModelReader, token_ids: Tensor) -> tuple[int, int]:
+    """Return that what enters each n-th layer is kept for a next run, and the bytes that this takes."""
+    layers, stream_bytes = len(reader.spec.layers), token_ids.numel() * reader.spec.hidden_size * 4
+    every = max(1, -(-layers * stream_bytes // _STREAM_BYTES))
+    return every, (layers // every) * stream_bytes
 
 
 def _check_same_modules(reader: ModelReader, found: ResolvedMap) -> None:

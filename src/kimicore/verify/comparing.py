@@ -25,6 +25,8 @@ def verify(
     dtype: str = "float32",
     precision: str = "stored",
     policy: Mapping[str, Any] | None = None,
+    skip_layers: Sequence[int] = (),
+    activations: str = "map",
     metric: Metric = "agreement",
     texts: Sequence[str] = (),
     text_tokens: int = 2048,
@@ -41,10 +43,10 @@ def verify(
     these continuations: at each position their likeliest tokens and distributions are compared. ``edit``: the candidate
     continues the prompts by itself as well. ``noise``: the baseline in bfloat16 is measured in the same way.
 
-    ``candidate``: a model, None for the baseline's own weights; ``dtype``, ``precision`` and ``policy`` say how it is
-    loaded, as in :class:`~kimicore.EngineConfig` (``policy``: the precision policy's settings). ``texts``: files of own
-    texts; see :class:`~kimicore.verify.Scorer` for them and for the other arguments. ``keep``: write the report as
-    ``verify.json`` beside the weights where the candidate is a folder and its weights are as they lie there.
+    ``candidate``: a model, None for the baseline's own weights; ``dtype``, ``precision``, ``policy``, ``skip_layers``
+    and ``activations`` say how it is loaded, as in :class:`~kimicore.EngineConfig` (``policy``: the precision policy's
+    settings). ``texts``: files of own texts; see :class:`~kimicore.verify.Scorer` for them and for the other arguments.
+    ``keep``: write the report as ``verify.json`` beside the weights of a candidate folder that is loaded as it lies.
 
     It passes at an agreement of at least 98.5 %, or of at least that of bfloat16 less 0.5 points; under
     ``metric="edit"`` at an edit similarity of at least 98.5 %.
@@ -52,11 +54,9 @@ def verify(
     Raises :class:`~kimicore.ConfigError` for wrong arguments and for models of different vocabularies,
     :class:`~kimicore.ModelLoadError`, and :class:`~kimicore.RequestFailed` where a model's logits are not finite.
     """
-    choice = _checked(baseline, candidate, ModelChoice(candidate or baseline, dtype, precision, policy or {}))
-    if metric not in ("agreement", "edit"):
-        raise ConfigError(f"metric={metric!r}: must be 'agreement' or 'edit'")
-    if metric == "edit" and not edit:
-        raise ConfigError("metric='edit' needs edit=True")
+    choice = ModelChoice(candidate or baseline, dtype, precision, policy or {}, skip_layers, activations)
+    _check(metric, edit)
+    _check_pair(ModelChoice(baseline), choice, same=candidate is None, progress=progress)
     with Scorer(
         baseline,
         prompts=prompts,
@@ -73,18 +73,30 @@ def verify(
     told = library_versions(), machine()
     report = Report(who, compared, scores, floor, metric, new_tokens, seed, digest, *told)
     folder = Path(choice.model).expanduser()
-    if keep and candidate is not None and precision == "stored" and folder.is_dir():
+    if keep and candidate is not None and choice.as_stored and folder.is_dir():
         report.write(folder / REPORT_FILE)
     return report
 
 
-def _checked(
-    baseline: str | os.PathLike[str], candidate: str | os.PathLike[str] | None, choice: ModelChoice
-) -> ModelChoice:
-    """Return the choice where there is something to compare and its settings are right."""
-    if candidate is None and choice == ModelChoice(baseline):
-        raise ConfigError(f"no candidate: name a model, or a dtype or precision that {baseline} is to be loaded in")
+def _check(metric: str, edit: bool) -> None:
+    """Refuse a metric that there is not, and one that is not measured."""
+    if metric not in ("agreement", "edit"):
+        raise ConfigError(f"metric={metric!r}: must be 'agreement' or 'edit'")
+    if metric == "edit" and not edit:
+        raise ConfigError("metric='edit' needs edit=True")
+
+
+def _check_pair(
+    baseline: ModelChoice, choice: ModelChoice, *, same: bool, progress: Callable[[str, int, int], None] | None
+) -> None:
+    """Refuse what cannot be compared before anything is computed; ``same``: both are of the same files."""
     choice.check()
-    if candidate is not None:  # what cannot be compared is refused before anything is computed
-        check_same_vocabulary(vocabulary_of(baseline), vocabulary_of(candidate), built_in(1).texts.values())
-    return choice
+    if not same:
+        check_same_vocabulary(vocabulary_of(baseline), vocabulary_of(choice), built_in(1).texts.values())
+    elif choice.as_stored and choice.dtype == baseline.dtype:
+        raise ConfigError(
+            f"no candidate: name a model, or a dtype, a precision or layers to skip that {baseline.model} is to be "
+            "loaded with"
+        )
+    elif choice.skip_layers:
+        choice.source(progress)

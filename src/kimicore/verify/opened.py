@@ -14,6 +14,8 @@ from attrs import frozen
 from kimicore.config import EngineConfig
 from kimicore.errors import ConfigError
 from kimicore.model.load import open_source
+from kimicore.model.skipping import without_layers
+from kimicore.model.source import WeightSource
 from kimicore.model.spec import spec_from_config
 from kimicore.model.transformer import Transformer
 from kimicore.policies.precision.named import policy_named
@@ -30,18 +32,29 @@ GROUP = 64
 
 @frozen
 class ModelChoice:
-    """Which model, and how it is loaded: ``precision`` and ``policy`` are those of :class:`~kimicore.EngineConfig`."""
+    """Which model, and how it is loaded: the other fields are those of :class:`~kimicore.EngineConfig`.
+
+    ``policy``: the settings of the precision policy alone.
+    """
 
     model: str | os.PathLike[str]
     dtype: str = "float32"
     precision: str = "stored"
     policy: Mapping[str, Any] = {}
+    skip_layers: Sequence[int] = ()
+    activations: str = "map"
 
     @property
     def told(self) -> str:
         """The choice in words."""
         loaded = "" if self.precision == "stored" else f" by {self.precision!r}"
-        return f"{self.model}{loaded} in {self.dtype}"
+        gone = f" without {len(self.skip_layers)} layers" if self.skip_layers else ""
+        return f"{self.model}{gone}{loaded} in {self.dtype}"
+
+    @property
+    def as_stored(self) -> bool:
+        """Whether the weights are all of those in the model's files, as they are and used as is said there."""
+        return self.precision == "stored" and not self.skip_layers and self.activations == "map"
 
     def check(self) -> None:
         """Raise :class:`~kimicore.ConfigError` or :class:`~kimicore.PluginError` where the settings cannot be right."""
@@ -55,12 +68,21 @@ class ModelChoice:
             dtype=self.dtype,
             precision=self.precision,
             policy={"precision": dict(self.policy)} if self.policy else {},
+            skip_layers=self.skip_layers,
+            activations=self.activations,
             threads=threads,
             max_batch_size=GROUP,
             max_batch_tokens=512,
             context_tokens=tokens,
             prefix_cache=False,
         )
+
+    def source(self, progress: Progress | None = None) -> WeightSource:
+        """Return the model's files without the layers that are skipped.
+
+        Raises :class:`~kimicore.ConfigError` where it has no such layers, and :class:`~kimicore.ModelLoadError`.
+        """
+        return without_layers(open_source(self.model, progress=progress), self.skip_layers)
 
 
 @frozen(eq=False)
@@ -78,14 +100,14 @@ class OpenedModel:
     def __init__(self, choice: ModelChoice, *, tokens: int, threads: int | None, progress: Progress | None) -> None:
         self.choice = choice
         self._progress = progress
-        source = open_source(choice.model, progress=progress)
+        source = choice.source(progress)
         self.fingerprint = source.fingerprint
         tokens = min(tokens, spec_from_config(source.config).context_tokens)
         self._engine = SyncEngine(choice.model, choice.config(tokens, threads), progress=progress)
         self._engine.open()
         runner = self._engine.face.loop.runner
         assert isinstance(runner, ModelRunner)
-        self.transformer: Transformer = runner._model
+        self.transformer: Transformer = runner.model
         self.tokenizer: Tokenizer = self._engine.face.loop.tokenizer
         self.context_tokens: int = self._engine.face.loop.context_tokens
 
@@ -123,11 +145,12 @@ class OpenedModel:
         return found
 
 
-def vocabulary_of(model: str | os.PathLike[str]) -> Vocabulary:
-    """Return a model's vocabulary from its files; raises :class:`~kimicore.ModelLoadError`."""
-    source = open_source(model)
+def vocabulary_of(choice: ModelChoice) -> Vocabulary:
+    """Return a model's vocabulary from its files; raises what :meth:`ModelChoice.source` does."""
+    source = choice.source()
     tokenizer = Tokenizer.from_source(source.text)
-    return Vocabulary(str(model), tokenizer, min(spec_from_config(source.config).vocab_size, tokenizer.vocab_size))
+    tokens = min(spec_from_config(source.config).vocab_size, tokenizer.vocab_size)
+    return Vocabulary(str(choice.model), tokenizer, tokens)
 
 
 def check_same_vocabulary(baseline: Vocabulary, candidate: Vocabulary, texts: Iterable[str]) -> None:

@@ -6,13 +6,13 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
 import torch
-from attrs import asdict, frozen
+from attrs import asdict, field, frozen
 
 from kimicore import __version__
 from kimicore.errors import ConfigError
@@ -31,15 +31,31 @@ _VERSION: Final = 1
 _MOST_BYTES: Final = 4 << 20
 
 
+def _layers(value: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(value))
+
+
 @frozen
 class ComparedModel:
-    """A model as it was compared: its name, digest of its weights, and how it was loaded."""
+    """A model as it was compared: its name, digest of its weights, and how it was loaded.
+
+    ``skip_layers``: those that it was loaded without, which the digest tells apart as well.
+    """
 
     model: str
     fingerprint: str
     dtype: str
     precision: str
     weight_bytes: int = 0
+    skip_layers: tuple[int, ...] = field(default=(), converter=_layers)
+    activations: str = "map"
+
+    @property
+    def changes(self) -> str:
+        """What was left out or switched off in it, in words; empty where nothing was."""
+        told = [f"without layers {', '.join(map(str, self.skip_layers))}"] if self.skip_layers else []
+        told += [f"with activations={self.activations!r}"] if self.activations != "map" else []
+        return ", ".join(told)
 
 
 @frozen
@@ -166,7 +182,8 @@ class Report:
             for line in lines
             for pairs in [list(zip(line, widths, strict=True))]
         ]
-        return "\n".join([*shown, "", f"{'pass' if self.passed else 'FAIL'}: {self.reason}"])
+        changes = [f"{self.candidate.model} {self.candidate.changes}"] if self.candidate.changes else []
+        return "\n".join([*shown, "", *changes, f"{'pass' if self.passed else 'FAIL'}: {self.reason}"])
 
 
 def verdict(scores: Measured, noise: Measured | None, metric: Metric = "agreement") -> tuple[bool, str]:

@@ -254,4 +254,5 @@ class Scorer:
 
 def _record(opened: OpenedModel) -> ComparedModel:
     choice, size = opened.choice, opened.transformer.weight_bytes
-    return ComparedModel(os.fspath(choice.model), opened.fingerprint, choice.dtype, choice.precision, size)
+    how = choice.dtype, choice.precision, size, tuple(choice.skip_layers), choice.activations
+    return ComparedModel(os.fspath(choice.model), opened.fingerprint, *how)

@@ -16,14 +16,17 @@ __all__ = ["BytePlanes", "select_byte_planes"]
 
 @frozen(eq=False)
 class BytePlanes:
-    """Split into planes, join them, and how even their bytes are; each is called as its reference is.
+    """Split into planes, join them, pack them and join packed ones, and how even their bytes are.
 
-    All are safe on any thread. ``implementation`` is "native" or "numpy", and ``why`` the reason.
+    Each is called as its reference is. All are safe on any thread. ``implementation`` is "native" or "numpy", and
+    ``why`` the reason.
     """
 
     split: Callable[[NDArray[np.uint8], NDArray[np.uint8]], None]
     join: Callable[[Sequence[NDArray[np.uint8]], NDArray[np.uint8]], None]
     sampled_bits: Callable[[NDArray[np.uint8]], float]
+    pack: Callable[[NDArray[np.uint8], int], bytes | None]
+    join_packed: Callable[[NDArray[np.uint8], Sequence[int], NDArray[np.uint8]], bool]
     implementation: str
     why: str
 
@@ -35,10 +38,14 @@ def select_byte_planes(*, use_native: bool = True) -> BytePlanes:
     """
     found, why = native.load() if use_native else (None, "native kernels are turned off")
     if found is not None and _agrees(found):
-        return BytePlanes(found.split, found.join, found.sampled_bits, "native", why)
+        return _of(found, "native", why)
     if found is not None:
         why += ", but its results differ from the reference"
-    return BytePlanes(reference.split, reference.join, reference.sampled_bits, "numpy", why)
+    return _of(reference, "numpy", why)
+
+
+def _of(found: Any, implementation: str, why: str) -> BytePlanes:
+    return BytePlanes(found.split, found.join, found.sampled_bits, found.pack, found.join_packed, implementation, why)
 
 
 def _agrees(found: Any) -> bool:
@@ -51,6 +58,10 @@ def _agrees(found: Any) -> bool:
         reference.split(items, wanted)
         found.join(list(wanted), back)
         if not (np.array_equal(planes, wanted) and np.array_equal(back, items)):
+            return False
+        parts = [plane.tobytes() if (part := found.pack(plane, 330)) is None else part for plane in wanted]
+        whole, back[:] = np.frombuffer(b"".join(parts), np.uint8), 0
+        if not (found.join_packed(whole, list(map(len, parts)), back) and np.array_equal(back, items)):
             return False
         if abs(found.sampled_bits(items) - reference.sampled_bits(items)) > 1e-6:
             return False

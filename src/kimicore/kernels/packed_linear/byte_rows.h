@@ -44,19 +44,20 @@ template <int HAS> vf output_scales(const Tiled& w, const TileGroups& of) {
   const float top = (float)((1 << w.bits) - 1);
   vf most{};
   for (int64_t g = 0; g < w.groups(); g++) {
-    const vf low = meant_tile<HAS>(vf{}, of, g, (float)w.zero), high = meant_tile<HAS>(splat(top), of, g, (float)w.zero);
+    const Meaning<HAS> group(of, g);
+    const vf low = group.of(splat(-shared_zero(w))), high = group.of(splat(top - shared_zero(w)));
     most = max((vf)((vu)low & 0x7fffffffu), max((vf)((vu)high & 0x7fffffffu), most));
   }
   return most * splat(1.f / BYTE);
 }
 // Four columns of each output, of codes a byte each, as bytes.
-template <int HAS> KC_INLINE __m512i as_bytes(__m512i four, const TileGroups& of, int64_t g, float zero, vf inverse) {
+template <int HAS> KC_INLINE __m512i as_bytes(__m512i four, const Meaning<HAS>& group, float zero, vf inverse) {
   __m512i found = _mm512_setzero_si512();
   const __m512i byte = _mm512_set1_epi32(255);
 #pragma GCC unroll 4
   for (int i = 0; i < 4; i++) {
     const vf codes = (vf)_mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(four, 8 * i), byte));
-    const __m512i n = _mm512_cvtps_epi32((__m512)(meant_tile<HAS>(codes, of, g, zero) * inverse));
+    const __m512i n = _mm512_cvtps_epi32((__m512)(group.of(codes - zero) * inverse));
     found = _mm512_or_si512(found, _mm512_slli_epi32(_mm512_and_si512(n, byte), 8 * i));
   }
   return found;
@@ -74,18 +75,19 @@ template <int BITS> KC_INLINE __m512i as_bytes(__m512i four, __m512i zero, __m51
 template <int BITS, int HAS> vf byte_operands(const Tiled& w, const uint8_t* codes, const TileGroups& of, char* to) {
   const vf scales = output_scales<HAS>(w, of);
   const vf inverse = scales > 0.f ? 1.f / scales : vf{};
-  const float zero = (float)w.zero, unit = BITS == 8 ? 32768.f : (float)(1 << (6 + BITS));
+  const float zero = shared_zero(w), unit = BITS == 8 ? 32768.f : (float)(1 << (6 + BITS));
   const __m512i zeros = _mm512_set1_epi16((short)w.zero);
   for (int64_t g = 0, k = 0; g < w.groups(); g++) {
-    const __m512i r = _mm512_cvtps_epi32((__m512)(load(of.scales + g * LANES) * inverse * unit));
+    const Meaning<HAS> group(of, g);
+    const __m512i r = _mm512_cvtps_epi32((__m512)(group.scale * inverse * unit));
     const __m512i bounded = _mm512_min_epi32(_mm512_max_epi32(r, _mm512_set1_epi32(-32767)), _mm512_set1_epi32(32767));
     const __m512i ratio = _mm512_or_si512(_mm512_and_si512(bounded, _mm512_set1_epi32(65535)), _mm512_slli_epi32(bounded, 16));
     for (const int64_t last = std::min(k + w.group, (w.depth + STEP - 1) / STEP * STEP); k < last;
          k += STEP, codes += 16 * BITS, to += 2 * amx::CHUNK) {
       const Codes c = step_codes<BITS>(codes);
-      _mm512_store_si512(to, HAS ? as_bytes<HAS>(c.first, of, g, zero, inverse) : as_bytes<BITS>(c.first, zeros, ratio));
+      _mm512_store_si512(to, HAS ? as_bytes<HAS>(c.first, group, zero, inverse) : as_bytes<BITS>(c.first, zeros, ratio));
       _mm512_store_si512(
-          to + amx::CHUNK, HAS ? as_bytes<HAS>(c.second, of, g, zero, inverse) : as_bytes<BITS>(c.second, zeros, ratio));
+          to + amx::CHUNK, HAS ? as_bytes<HAS>(c.second, group, zero, inverse) : as_bytes<BITS>(c.second, zeros, ratio));
     }
   }
   memset(to, 0, (w.padded() - (w.depth + STEP - 1) / STEP * STEP) * LANES);  // inputs are 0 behind the end, and these are read

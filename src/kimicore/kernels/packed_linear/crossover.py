@@ -14,12 +14,12 @@ from torch import Tensor
 from kimicore.kernels.packed_linear.layout import PackedWeight, pack_codes
 from kimicore.kernels.packed_linear.tiled import TiledWeight, tiled
 
-__all__ = ["Crossover", "measure_crossover", "split"]
+__all__ = ["Crossover", "Form", "form_of", "measure_crossover", "split"]
 
 ALL: Final = (1 << 63) - 1
-FEW: Final = (2, 3, 4, 6, 8, 12, 16)
-SOME: Final = (24, 32, 64, 128, 256)
-_OUTS, _DEPTH, _GROUP = 2048, 1024, 64
+FEW: Final = (1, 2, 3, 4, 6, 8, 16)
+SOME: Final = (8, 16, 24, 32, 64)
+_OUTS, _DEPTH = 2048, 1024
 _TRIES: Final = 5
 
 Product = Callable[[Tensor, TiledWeight, int, int], Tensor]
@@ -32,6 +32,19 @@ class Crossover:
 
     few: int
     some: int
+
+
+@frozen
+class Form:
+    """What decides over a weight's ways: whether codes are read as they lie (8 bits), and the columns of a block."""
+
+    bits: int
+    block: int
+
+
+def form_of(weight: TiledWeight) -> Form:
+    """Return the form whose crossover a weight's products go by."""
+    return Form(8 if weight.bits == 8 else 4, 64 if weight.block >= 64 else 32)
 
 
 def _least(product: Product, x: Tensor, weight: TiledWeight, ways: tuple[tuple[int, int], ...]) -> list[float]:
@@ -57,19 +70,20 @@ def split(counts: tuple[int, ...], seconds: list[list[float]], least: int) -> in
     return counts[best - 1] if best else least
 
 
-def measure_crossover(product: Product) -> Crossover:
-    """Return the numbers of rows up to which the first way, and then the second, is faster than the next.
+def measure_crossover(product: Product, form: Form) -> Crossover:
+    """Return for weights of a form the numbers of rows up to which the first way, and then the second, is the fastest.
 
     Takes some 50 ms.
     """
     noise = torch.Generator().manual_seed(11)
-    codes = torch.randint(0, 16, (_OUTS, _DEPTH), generator=noise, dtype=torch.uint8)
-    scales = torch.rand((_OUTS, _DEPTH // _GROUP), generator=noise).half()
-    weight = tiled(PackedWeight(_OUTS, _DEPTH, 4, _GROUP, pack_codes(codes, 4), scales, zero=8))
-    x = torch.randn((SOME[-1], _DEPTH), generator=noise).to(torch.bfloat16)
+    codes = torch.randint(0, 1 << form.bits, (_OUTS, _DEPTH), generator=noise, dtype=torch.uint8)
+    scales = torch.rand((_OUTS, _DEPTH // form.block), generator=noise).half()
+    packed = pack_codes(codes, form.bits)
+    weight = tiled(PackedWeight(_OUTS, _DEPTH, form.bits, form.block, packed, scales, zero=1 << form.bits - 1))
+    x = torch.randn((max(*FEW, *SOME), _DEPTH), generator=noise).to(torch.bfloat16)
 
     def seconds(counts: tuple[int, ...], *ways: tuple[int, int]) -> list[list[float]]:
         return [_least(product, x[:rows], weight, ways) for rows in counts]
 
-    few = split(FEW, seconds(FEW, (ALL, ALL), (0, ALL)), 1)
+    few = split(FEW, seconds(FEW, (ALL, ALL), (0, ALL)), 0)
     return Crossover(few, max(few, split(SOME, seconds(SOME, (0, ALL), (0, 0)), few)))

@@ -5,9 +5,10 @@ where that goes by matrix tiles. Four times fewer
 bytes come from memory with 4 bits than with 16, which is what a product of few rows waits for.
 
 In bfloat16, where the processor has dot products of bytes, weights are kept in tiles (:mod:`.tiled`). Up to some rows,
-inputs are then rounded to 16-bit integers with a scale per block of columns and multiplied with the codes themselves;
-more rows go by matrix tiles, where there are such, with codes in bfloat16 and scales applied to the sums of a group;
-many rows pay for unpacking. From which number on is measured when the operation is loaded (:mod:`.crossover`).
+inputs are then rounded to 16-bit integers with a scale per block of columns and multiplied with the codes, by dot
+products of bytes or, with the same bits, by matrix tiles; more rows are multiplied with the unpacked weight, by matrix
+tiles where there are such. From which number of rows on is measured for each form of weights (:mod:`.crossover`) at its
+first product, which is that of an engine's warming up.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 from kimicore.kernels.build import load_library
 from kimicore.kernels.ops import ArrangeOp, PackedLinearOp, PackedRowsOp
 from kimicore.kernels.packed_linear import reference
-from kimicore.kernels.packed_linear.crossover import Crossover, measure_crossover
+from kimicore.kernels.packed_linear.crossover import Crossover, Form, form_of, measure_crossover
 from kimicore.kernels.packed_linear.layout import PackedWeight
 from kimicore.kernels.packed_linear.tiled import TiledWeight, tiled, untiled
 from kimicore.kernels.team.native import parallel_entry
@@ -69,7 +70,7 @@ def load_arrange(dtype: torch.dtype) -> tuple[ArrangeOp | None, str]:
 def load(dtype: torch.dtype, ways: Crossover | None = None) -> tuple[PackedLinearOp | None, str]:
     """Return the product for ``dtype`` (called as the reference is), or None, and the reason.
 
-    ``ways``: for how many rows each way is taken with weights in tiles; None: as measured now, in some 50 ms.
+    ``ways``: for how many rows each way is taken with weights in tiles; None: as measured at a form's first product.
     """
     entry, reason = _library(dtype, "kimicore_packed_linear")
     if entry is None:
@@ -80,18 +81,24 @@ def load(dtype: torch.dtype, ways: Crossover | None = None) -> tuple[PackedLinea
     if dtype != torch.bfloat16 or _tiles() is None:
         return by_rows, reason
     by_tiles = _tiled_product(_tiles().kimicore_tiled_linear, parallel)
-    if ways is None:
-        ways = measure_crossover(lambda x, weight, few, some: by_tiles(x, weight, None, None, few, some))
-    few, some = ways.few, ways.some
+    measured: dict[Form, Crossover] = {}
+
+    def crossover(form: Form) -> Crossover:
+        if form not in measured:
+            measured[form] = measure_crossover(
+                lambda x, weight, few, some: by_tiles(x, weight, None, None, few, some), form
+            )
+        return measured[form]
 
     def packed_linear(
         x: Tensor, weight: PackedWeight | TiledWeight, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         if isinstance(weight, TiledWeight):
-            return by_tiles(x, weight, bias, out, few, some)
+            own = ways or crossover(form_of(weight))
+            return by_tiles(x, weight, bias, out, own.few, own.some)
         return by_rows(x, weight, bias, out)
 
-    return packed_linear, f"{reason}; dot products of bytes up to {few} rows, tiles of codes up to {some}"
+    return packed_linear, f"{reason}; by bytes for few rows, by the unpacked weight for many"
 
 
 def load_rows(dtype: torch.dtype) -> tuple[PackedRowsOp | None, str]:

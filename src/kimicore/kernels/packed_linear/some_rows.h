@@ -1,144 +1,145 @@
-// More rows by tiles of codes: a group's codes are whole numbers that bfloat16 has, so they are multiplied as they are, by matrix
-// tiles, and a group's sums are scaled and added up in float32. Weights are not rounded at all.
+// More rows by matrix tiles of codes: as few_rows.h, with the same bits, but sums over a block of columns come from tiles.
+//
+// A tile's codes of a block are right operands as they are once their bytes are unpacked: with 8 bits they are read where they
+// lie. Left operands are the high and the low bytes of inputs: one tile of both where that has room for them, else two.
 #pragma once
-#include "tiles.h"
 #include "../amx.h"
+#include "few_rows.h"
 
 #if defined(KC_TILED) && defined(KC_AMX)
 namespace {
-// Rows of inputs in the order in which codes are unpacked, [blocks][tall][chunks * 64] bytes and some more, and where they are
-// needed the sums of their groups [rows][groups].
-struct SomeRows {
-  char* data;
-  float* sums;
-  int64_t rows, blocks, tall, row_bytes;
+// How rows and a block's columns are cut into tiles: `blocks` times `tall` rows, `chunks` times `chunk` columns.
+struct Cut {
+  int64_t blocks, tall, chunks, chunk;
+  bool stacked;  // high and low bytes are rows of one tile
+  int left_rows() const { return (int)(stacked ? 2 * tall : tall); }
 };
-inline int64_t some_bytes(const Tiled& w, int64_t rows) {
-  return (rows + amx::T) * 2 * w.padded() + 4 * amx::CHUNK + rows * w.groups() * sizeof(float);
-}
-inline SomeRows some_rows_at(const Tiled& w, int64_t rows, char* to) {
+inline Cut cut_rows(const Tiled& w, int64_t rows) {
   const int64_t blocks = (rows + amx::T - 1) / amx::T, tall = (rows + blocks - 1) / blocks;
-  const bool summed = w.zeros || w.offsets.data;
-  float* sums = (float*)(to + blocks * tall * 2 * w.padded() + 4 * amx::CHUNK);
-  return {to, summed ? sums : nullptr, rows, blocks, tall, 2 * w.padded()};
+  const int64_t chunks = (w.block + amx::CHUNK - 1) / amx::CHUNK;
+  return {blocks, tall, chunks, w.block / chunks, 2 * rows <= amx::T};
 }
-// Of 8 columns: 0 2 1 3 4 6 5 7. A null row is of zeros.
-inline void order_row(const Tiled& w, const bf16* x, const SomeRows& in, int64_t m) {
-  char* to = in.data + m * in.row_bytes;
-  __m512i order;
-  for (int i = 0; i < 32; i++) ((uint16_t*)&order)[i] = (uint16_t)(i / 4 * 4 + (i % 4 == 1 ? 2 : i % 4 == 2 ? 1 : i % 4));
-  for (int64_t k = 0; k < w.padded(); k += 32) {
-    const __m512i v = x ? amx::load_bytes((const char*)(x + k), 2 * (w.depth - k)) : _mm512_setzero_si512();
-    _mm512_storeu_si512(to + 2 * k, _mm512_permutexvar_epi16(order, v));
-  }
-  if (!in.sums || !x) return;
-  for (int64_t g = 0; g < w.groups(); g++) {
-    const int64_t first = g * w.group, last = std::min(w.depth, first + w.group);
-    vf sum{};
-    for (int64_t k = first; k < last; k += W) sum = sum + load_part(x + k, (int)std::min<int64_t>(W, last - k));
-    in.sums[m * w.groups() + g] = lanes_sum(sum);
-  }
-}
-
-// A tile's codes, less the zero that all groups have, as right operands: for each group as many tiles as it fills, and 0.
-inline int64_t group_tiles(const Tiled& w) { return (2 * std::min(w.group, w.padded()) + amx::CHUNK - 1) / amx::CHUNK; }
-inline int64_t operand_bytes(const Tiled& w) { return w.groups() * group_tiles(w) * amx::TILE; }
-
-// What codes of up to 6 bits are in bfloat16.
-struct Table {
-  __m512i low, high;
-};
-inline Table code_table(int64_t bits, int64_t zero) {
-  Table t;
-  for (int i = 0; i < 32; i++) {
-    narrow((float)((bits == 4 ? i % 16 : i) - zero), (bf16*)&t.low + i);
-    narrow((float)(32 + i - zero), (bf16*)&t.high + i);
-  }
-  return t;
-}
-// Two bytes of each lane to two numbers: those at 0 and 2, of what is shifted.
-template <int BITS> KC_INLINE __m512i numbers(__m512i four, const Table& table, float zero) {
-  if (BITS == 4) return _mm512_permutexvar_epi16(four, table.low);
-  if (BITS == 5) return _mm512_permutexvar_epi16(four, table.low);
-  if (BITS == 6) return _mm512_permutex2var_epi16(table.low, four, table.high);
-  const __m512i byte = _mm512_set1_epi32(255);
-  const vf a = (vf)_mm512_cvtepi32_ps(_mm512_and_si512(four, byte)) - zero;
-  const vf b = (vf)_mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(four, 16), byte)) - zero;
-  return _mm512_or_si512(_mm512_srli_epi32((__m512i)a, 16), _mm512_and_si512((__m512i)b, _mm512_set1_epi32((int)0xffff0000)));
-}
-template <int BITS> void code_operands(const Tiled& w, const uint8_t* codes, const Table& table, char* to) {
-  const int64_t end = (w.depth + STEP - 1) / STEP * STEP, bytes = group_tiles(w) * amx::TILE;
-  const float zero = (float)w.zero;
-  for (int64_t g = 0, k = 0; g < w.groups(); g++, to += bytes) {
-    char* at = to;
-    for (const int64_t last = std::min(k + w.group, end); k < last; k += STEP, codes += 16 * BITS, at += 4 * amx::CHUNK) {
-      if (BITS == 4) {  // a lookup takes the lowest 5 bits, and the table is there twice
-        const __m512i all = _mm512_loadu_si512(codes);
-        _mm512_store_si512(at, _mm512_permutexvar_epi16(all, table.low));
-        _mm512_store_si512(at + amx::CHUNK, _mm512_permutexvar_epi16(_mm512_srli_epi16(all, 8), table.low));
-        _mm512_store_si512(at + 2 * amx::CHUNK, _mm512_permutexvar_epi16(_mm512_srli_epi16(all, 4), table.low));
-        _mm512_store_si512(at + 3 * amx::CHUNK, _mm512_permutexvar_epi16(_mm512_srli_epi16(all, 12), table.low));
-        continue;
-      }
-      const Codes c = step_codes<BITS>(codes);
-      _mm512_store_si512(at, numbers<BITS>(c.first, table, zero));
-      _mm512_store_si512(at + amx::CHUNK, numbers<BITS>(_mm512_srli_epi16(c.first, 8), table, zero));
-      _mm512_store_si512(at + 2 * amx::CHUNK, numbers<BITS>(c.second, table, zero));
-      _mm512_store_si512(at + 3 * amx::CHUNK, numbers<BITS>(_mm512_srli_epi16(c.second, 8), table, zero));
+// Tiles are set up as long as this lives: 0 to 3 sums, 4 and 5 left operands, 6 and 7 right ones.
+struct CutTiles {
+  explicit CutTiles(const Cut& cut) {
+    amx::Tiles::Config config;
+    for (int i = 0; i < 8; i++) {
+      config.bytes[i] = (uint16_t)(i == 4 || i == 5 ? cut.chunk : amx::CHUNK);
+      config.rows[i] = (uint8_t)(i < 6 ? cut.left_rows() : cut.chunk / 4);
     }
-    memset(at, 0, to + bytes - at);
+    _tile_loadconfig(&config);
   }
+  ~CutTiles() { _tile_release(); }
+};
+
+// What a thread works in: right operands and sums, two of each in turns, and all rows' totals [blocks * tall][2 tiles].
+struct SomeRoom {
+  char *operands[2], *sums[2];
+  vf* totals;
+};
+inline int64_t right_bytes(const Tiled& w) { return (w.block * LANES + amx::CHUNK - 1) / amx::CHUNK * amx::CHUNK; }
+inline int64_t some_bytes(const Tiled& w, const Cut& cut) {
+  return 4 * right_bytes(w) + 8 * amx::TILE + cut.blocks * cut.tall * 2 * (int64_t)sizeof(vf);
 }
-inline void code_operands(const Tiled& w, int64_t t, char* to) {
-  const Table table = code_table(w.bits, w.zero);
-  with_bits(w.bits, [&](auto bits) { code_operands<decltype(bits)::value>(w, w.tile_codes(t), table, to); });
+inline SomeRoom some_room(const Tiled& w, char* to) {
+  const int64_t right = 2 * right_bytes(w);
+  char* sums = to + 2 * right;
+  return {{to, to + right}, {sums, sums + 4 * amx::TILE}, (vf*)(sums + 8 * amx::TILE)};
 }
 
-// Adds a group's sums of `tall` rows: total += sum * scale + (offset - zero * scale) * the sum of inputs.
-template <int HAS>
-KC_INLINE void add_group(const Tiled& w, const TileGroups& of, const SomeRows& in, int64_t m, int64_t g, const char* sums, vf* total) {
-  const vf scales = load(of.scales + g * LANES);
-  vf fixed{};
-  if (HAS & OFFSETS) fixed = load(of.offsets + g * LANES);
-  if (HAS & ZEROS) fixed = fma(-load(of.zeros + g * LANES), scales, fixed);
-  for (int64_t r = 0; r < in.tall; r++) {
-    vf sum = fma(load((const float*)(sums + r * amx::CHUNK)), scales, total[r]);
-    if (HAS) sum = fma(fixed, splat(in.sums[std::min(m + r, in.rows - 1) * w.groups() + g]), sum);
-    total[r] = sum;
+// The right operand of a tile's block of columns; unpacked into `to` where it does not lie there as it has to.
+template <int BITS> KC_INLINE const char* right_operand(const Tiled& w, const uint8_t* codes, int64_t block, char* to) {
+  constexpr int64_t AHEAD = 2048;
+  const int64_t first = block * w.block, last = std::min(first + w.block, w.padded());
+  const uint8_t* step = codes + first / STEP * w.step_bytes();
+  if (BITS == 8 && last - first == w.block) {
+    for (int64_t at = 0; at < w.block * LANES; at += amx::CHUNK) __builtin_prefetch(step + AHEAD + at);
+    return (const char*)step;
+  }
+  for (int64_t k = first; k < last; k += STEP, step += LANES * BITS, to += 2 * amx::CHUNK) {
+    __builtin_prefetch(step + AHEAD);
+    const Codes c = step_codes<BITS>(step);
+    _mm512_store_si512(to, c.first);
+    _mm512_store_si512(to + amx::CHUNK, c.second);
+  }
+  return to - (last - first) * LANES;
+}
+// Sums of a block of rows and of columns by two tiles, as [left operand][tile][row][16 outputs].
+template <bool STACKED>
+KC_INLINE void tile_sums(const Cut& cut, const char* high, const char* low, int64_t row, const char* const* right, char* sums) {
+  _tile_zero(0);
+  _tile_zero(1);
+  if (!STACKED) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t c = 0; c < cut.chunks; c++) {
+    _tile_loadd(4, high + c * cut.chunk, row);
+    _tile_loadd(6, right[0] + c * cut.chunk * LANES, amx::CHUNK);
+    _tile_dpbsud(0, 4, 6);
+    _tile_loadd(7, right[1] + c * cut.chunk * LANES, amx::CHUNK);
+    _tile_dpbsud(1, 4, 7);
+    if (!STACKED) {
+      _tile_loadd(5, low + c * cut.chunk, row);
+      _tile_dpbsud(2, 5, 6);
+      _tile_dpbsud(3, 5, 7);
+    }
+  }
+  _tile_stored(0, sums, amx::CHUNK);
+  _tile_stored(1, sums + amx::TILE, amx::CHUNK);
+  if (!STACKED) {
+    _tile_stored(2, sums + 2 * amx::TILE, amx::CHUNK);
+    _tile_stored(3, sums + 3 * amx::TILE, amx::CHUNK);
   }
 }
-// One or two blocks of rows from m by two tiles; put(row, which tile, 16 results). A group is added while the next is multiplied.
-template <int HAS, int A, class Put>
-void blocks_by_codes(
-    const Tiled& w, const TileGroups* groups, const SomeRows& in, int64_t m, const char* operands, int64_t bytes, Put&& put) {
-  alignas(64) char sums[2][4 * amx::TILE];
-  vf total[A][2][LANES] = {};
-  const int64_t count = group_tiles(w), row = in.row_bytes;
-  const auto add = [&](int64_t g) {
+template <int HAS, bool STACKED>
+KC_INLINE void add_sums(const Cut& cut, const BlockScales* of, const Inputs& in, int64_t m, int64_t block, const char* sums, vf* totals) {
+  const int64_t low = STACKED ? cut.tall * amx::CHUNK : 2 * amx::TILE;
+  const int64_t count = std::min(cut.tall, in.rows - m);
+  for (int64_t r = 0; r < count; r++, sums += amx::CHUNK, totals += 2)
 #pragma GCC unroll 2
-    for (int a = 0; a < A; a++)
-      for (int i = 0; i < 2; i++)
-        add_group<HAS>(w, groups[i], in, m + a * in.tall, g, sums[g & 1] + (2 * a + i) * amx::TILE, total[a][i]);
+    for (int i = 0; i < 2; i++) {
+      const char* at = sums + i * amx::TILE;
+      totals[i] = add_block<HAS>(_mm512_load_si512(at), _mm512_load_si512(at + low), of[i], in, m + r, block, totals[i]);
+    }
+}
+// All rows by two tiles; put(row, 16 results, 16 results). A block is unpacked, one multiplied and one added at a time, so that
+// none of them waits for what another has just stored.
+template <int BITS, int HAS, bool STACKED, class Put>
+void some_rows(const Tiled& w, const uint8_t* const* codes, const TileGroups* groups, const Inputs& in, const Cut& cut, const SomeRoom& room, Put&& put) {
+  memset((void*)room.totals, 0, cut.blocks * cut.tall * 2 * sizeof(vf));
+  const int64_t right_size = right_bytes(w), per = w.group == w.depth ? in.blocks : w.group / w.block;
+  const char* right[2][2];
+  const auto unpack = [&](int64_t b) {
+    for (int i = 0; i < 2; i++) right[b & 1][i] = right_operand<BITS>(w, codes[i], b, room.operands[b & 1] + i * right_size);
   };
-  const char *a0 = in.data + m * row, *a1 = a0 + in.tall * row;
-  for (int64_t g = 0; g < w.groups(); g++) {
-    const char* b = operands + g * count * amx::TILE;
-    const int64_t k = 2 * g * w.group;
-    amx::left_sums<amx::Bf16, A>(a0 + k, a1 + k, row, b, b + bytes, count, sums[g & 1]);
-    if (g) add(g - 1);
+  int64_t turn = 0, last_m = 0, last_b = 0;
+  const auto add = [&](int64_t at) {
+    const BlockScales of[2] = {block_scales<HAS>(groups[0], last_b / per), block_scales<HAS>(groups[1], last_b / per)};
+    add_sums<HAS, STACKED>(cut, of, in, last_m, last_b, room.sums[at & 1], room.totals + 2 * last_m);
+  };
+  unpack(0);
+  for (int64_t b = 0; b < in.blocks; b++) {
+    const char* at = (const char*)in.high + b * w.block;
+    for (int64_t m = 0; m < cut.blocks * cut.tall; m += cut.tall, turn++) {
+      const char* high = at + m * in.row_bytes;
+      tile_sums<STACKED>(cut, high, high + in.rows * in.row_bytes, in.row_bytes, right[b & 1], room.sums[turn & 1]);
+      if (m == 0 && b + 1 < in.blocks) unpack(b + 1);
+      if (turn) add(turn - 1);
+      last_m = m, last_b = b;
+    }
   }
-  add(w.groups() - 1);
-  for (int a = 0; a < A; a++)
-    for (int64_t r = 0; r < in.tall && m + a * in.tall + r < in.rows; r++)
-      for (int i = 0; i < 2; i++) put(m + a * in.tall + r, i, total[a][i][r]);
+  add(turn - 1);
+  for (int64_t m = 0; m < in.rows; m++) put(m, room.totals[2 * m], room.totals[2 * m + 1]);
 }
 template <class Put>
-void some_rows(const Tiled& w, const TileGroups* groups, const SomeRows& in, const char* operands, int64_t bytes, Put&& put) {
-  with_parts(w, [&](auto has) {
-    constexpr int HAS = decltype(has)::value;
-    int64_t b = 0;
-    for (; b + 2 <= in.blocks; b += 2) blocks_by_codes<HAS, 2>(w, groups, in, b * in.tall, operands, bytes, put);
-    if (b < in.blocks) blocks_by_codes<HAS, 1>(w, groups, in, b * in.tall, operands, bytes, put);
+void some_rows(const Tiled& w, const uint8_t* const* codes, const TileGroups* groups, const Inputs& in, const Cut& cut, const SomeRoom& room, Put&& put) {
+  with_bits(w.bits, [&](auto bits) {
+    with_parts(w, [&](auto has) {
+      constexpr int BITS = decltype(bits)::value, HAS = decltype(has)::value;
+      if (cut.stacked) some_rows<BITS, HAS, true>(w, codes, groups, in, cut, room, put);
+      else some_rows<BITS, HAS, false>(w, codes, groups, in, cut, room, put);
+    });
   });
 }
 }  // namespace

@@ -2,6 +2,7 @@
 // the unpacked weight.
 #include "few_rows.h"
 #include "some_rows.h"
+#include "fused_rows.h"
 #include "byte_rows.h"
 #if defined(KC_TILED)
 #include "../linear/avx512.h"
@@ -21,20 +22,38 @@ void put_results(const TiledCall& c, int64_t m, int64_t o, vf sums) {
   if (c.bias) sums = sums + load_part((const bf16*)c.bias + o, left);
   store_part((bf16*)c.y + m * c.y_row + o, sums, left);
 }
+// Results of a pair of tiles, 32 beside each other where there are so many.
+void put_pair(const TiledCall& c, int64_t m, int64_t pair, vf first, vf second) {
+  const int64_t o = 2 * pair * LANES;
+  if (o + 2 * LANES > c.weight.outs) {
+    put_results(c, m, o, first);
+    put_results(c, m, o + LANES, second);
+    return;
+  }
+  if (c.bias) first = first + load((const bf16*)c.bias + o), second = second + load((const bf16*)c.bias + o + LANES);
+  _mm512_storeu_si512((bf16*)c.y + m * c.y_row + o, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+}
 float* room_for_groups(const Tiled& w) { return (float*)group_room.need(tile_floats(w) * sizeof(float)); }
 int useful_threads(const TiledCall& c, int threads) {
   const int64_t work = (c.rows + 2) * c.weight.outs * c.weight.depth / GRAIN;
   return (int)std::max<int64_t>(1, std::min<int64_t>(threads, work));
 }
 
-bool run_few(const TiledCall& c, int threads, parallel_entry entry) {
+// Rows of x as integers of 16 bits; without memory nothing.
+bool round_rows(const TiledCall& c, int threads, parallel_entry entry, Inputs* in) {
   const Tiled& w = c.weight;
   char* to = input_room.need(input_bytes(w, c.rows));
   if (!to) return false;
-  const Inputs in = inputs_at(w, c.rows, to);
+  *in = inputs_at(w, c.rows, to);
   shared_range(entry, c.rows * w.depth < GRAIN ? 1 : threads, c.rows, [&](int64_t first, int64_t last) {
-    for (int64_t m = first; m < last; m++) round_row(w, (const bf16*)c.x + m * c.x_row, in, m);
+    for (int64_t m = first; m < last; m++) round_row(w, (const bf16*)c.x + m * c.x_row, *in, m);
   });
+  return true;
+}
+bool run_few(const TiledCall& c, int threads, parallel_entry entry) {
+  const Tiled& w = c.weight;
+  Inputs in;
+  if (!round_rows(c, threads, entry, &in)) return false;
   std::atomic<bool> failed{false};
   shared_range(entry, threads, w.tiles(), [&](int64_t first, int64_t last) {
     float* floats = room_for_groups(w);
@@ -46,50 +65,84 @@ bool run_few(const TiledCall& c, int threads, parallel_entry entry) {
 }
 
 #if defined(KC_AMX)
+// What a pair of tiles means; instead of a second that there is not, the last once more.
+void tile_pair(const Tiled& w, int64_t p, float* floats, TileGroups* groups, const uint8_t** codes) {
+  for (int i = 0; i < 2; i++) {
+    const int64_t t = std::min(2 * p + i, w.tiles() - 1);
+    groups[i] = read_tile_groups(w, t, floats + i * tile_floats(w));
+    codes[i] = w.tile_codes(t);
+  }
+}
 bool run_some(const TiledCall& c, int threads, parallel_entry entry) {
   const Tiled& w = c.weight;
-  char* to = input_room.need(some_bytes(w, c.rows));
-  if (!to) return false;
-  const SomeRows in = some_rows_at(w, c.rows, to);
-  shared_range(entry, c.rows * w.depth < GRAIN ? 1 : threads, in.blocks * in.tall, [&](int64_t first, int64_t last) {
-    for (int64_t m = first; m < last; m++) order_row(w, m < c.rows ? (const bf16*)c.x + m * c.x_row : nullptr, in, m);
-  });
-  const int64_t pairs = (w.tiles() + 1) / 2, bytes = operand_bytes(w);
+  Inputs in;
+  if (!round_rows(c, threads, entry, &in)) return false;
+  const Cut cut = cut_rows(w, c.rows);
   std::atomic<bool> failed{false};
-  shared_range(entry, threads, pairs, [&](int64_t first, int64_t last) {
+  shared_range(entry, threads, (w.tiles() + 1) / 2, [&](int64_t first, int64_t last) {
     float* floats = (float*)group_room.need(2 * tile_floats(w) * sizeof(float));
-    char* operands = panel_room.need(2 * bytes);
-    if (!floats || !operands) return (void)(failed = true);
-    const amx::Tiles tiles((int)in.tall);
+    char* room = panel_room.need(some_bytes(w, cut));
+    if (!floats || !room) return (void)(failed = true);
+    const CutTiles tiles(cut);
     for (int64_t p = first; p < last; p++) {
       TileGroups groups[2];
-      for (int i = 0; i < 2; i++) {
-        const int64_t t = std::min(2 * p + i, w.tiles() - 1);  // a tile that there is not: the last once more, not put
-        groups[i] = read_tile_groups(w, t, floats + i * tile_floats(w));
-        code_operands(w, t, operands + i * bytes);
-      }
-      some_rows(w, groups, in, operands, bytes, [&](int64_t m, int i, vf sums) {
-        if (2 * p + i < w.tiles()) put_results(c, m, (2 * p + i) * LANES, sums);
+      const uint8_t* codes[2];
+      tile_pair(w, p, floats, groups, codes);
+      some_rows(w, codes, groups, in, cut, some_room(w, room), [&](int64_t m, vf first, vf second) {
+        put_pair(c, m, p, first, second);
       });
     }
   });
   return !failed;
 }
 
-// Rows of x with zeros behind their ends, for matrix tiles: [rows rounded up to 16][chunks * 64] bytes.
-char* padded_rows(const TiledCall& c, int64_t chunks, int threads, parallel_entry entry) {
-  const int64_t bytes = chunks * amx::CHUNK, depth = 2 * c.weight.depth, rows = (c.rows + amx::T - 1) / amx::T * amx::T;
+// Rows of x with zeros behind their ends, for matrix tiles: as many as 16 divides, an odd number of cache lines apart, so that
+// the same columns of all rows are in one cache together.
+struct PaddedRows {
+  const char* data;
+  int64_t row_bytes, chunks;
+};
+bool pad_rows(const TiledCall& c, int threads, parallel_entry entry, PaddedRows* x) {
+  const int64_t depth = 2 * c.weight.depth, chunks = (depth + amx::CHUNK - 1) / amx::CHUNK, bytes = (chunks | 1) * amx::CHUNK;
+  const int64_t rows = (c.rows + amx::T - 1) / amx::T * amx::T;
   char* to = input_room.need(rows * bytes);
-  if (!to) return nullptr;
-  shared_range(entry, threads, rows, [&](int64_t first, int64_t last) {
+  if (!to) return false;
+  shared_range(entry, rows * depth < GRAIN ? 1 : threads, rows, [&](int64_t first, int64_t last) {
     for (int64_t m = first; m < last; m++) {
       if (m < c.rows) memcpy(to + m * bytes, (const bf16*)c.x + m * c.x_row, depth);
       memset(to + m * bytes + (m < c.rows ? depth : 0), 0, bytes - (m < c.rows ? depth : 0));
     }
   });
-  return to;
+  *x = {to, bytes, chunks};
+  return true;
 }
-// All rows by `count` pairs of tiles from `pair` on, whose operands lie at `panels`; put(row, tile, 16 sums).
+bool run_fused(const TiledCall& c, int threads, parallel_entry entry) {
+  const Tiled& w = c.weight;
+  PaddedRows x;
+  if (!pad_rows(c, threads, entry, &x)) return false;
+  const int64_t blocks = (c.rows + amx::T - 1) / amx::T, tall = (c.rows + blocks - 1) / blocks;
+  std::atomic<bool> failed{false};
+  shared_range(entry, threads, (w.tiles() + 1) / 2, [&](int64_t first, int64_t last) {
+    alignas(64) char sums[4 * amx::TILE];
+    float* floats = (float*)group_room.need(2 * tile_floats(w) * sizeof(float));
+    char* room = panel_room.need(FUSED_BYTES);
+    if (!floats || !room) return (void)(failed = true);
+    const amx::Tiles tiles((int)tall);
+    for (int64_t p = first; p < last; p++) {
+      TileGroups groups[2];
+      const uint8_t* codes[2];
+      tile_pair(w, p, floats, groups, codes);
+      fused_sums(w, codes, groups, x.data, blocks == 2 ? x.data + tall * x.row_bytes : nullptr, x.row_bytes, room, sums);
+      for (int64_t b = 0; b < blocks; b++)
+        for (int64_t r = 0; r < tall && b * tall + r < c.rows; r++) {
+          const float* at = (const float*)(sums + 2 * b * amx::TILE) + r * W;
+          put_pair(c, b * tall + r, p, load(at), load(at + amx::TILE / sizeof(float)));
+        }
+    }
+  });
+  return !failed;
+}
+// All rows by `count` pairs of tiles from `pair` on, whose operands lie at `panels`; put(row, pair, 16 sums, 16 sums).
 template <class Kind, class Put>
 void multiply(const char* x, int64_t rows, int64_t chunks, int64_t row, int64_t pair, int64_t count, const char* panels, int64_t tile_bytes, Put&& put) {
   alignas(64) char sums[4 * amx::TILE];
@@ -101,9 +154,10 @@ void multiply(const char* x, int64_t rows, int64_t chunks, int64_t row, int64_t 
       if (many == 2) amx::left_sums<Kind, 2>(a, a + amx::T * row, row, first, second, chunks, sums);
       else amx::left_sums<Kind, 1>(a, nullptr, row, first, second, chunks, sums);
       for (int i = 0; i < many; i++)
-        for (int r = 0; r < amx::T && (b + i) * amx::T + r < rows; r++)
-          for (int t = 0; t < 2; t++)
-            put((b + i) * amx::T + r, 2 * (pair + p) + t, load((const float*)(sums + (2 * i + t) * amx::TILE) + r * W));
+        for (int r = 0; r < amx::T && (b + i) * amx::T + r < rows; r++) {
+          const float* at = (const float*)(sums + 2 * i * amx::TILE) + r * W;
+          put((b + i) * amx::T + r, pair + p, load(at), load(at + amx::TILE / sizeof(float)));
+        }
     }
 }
 // So many pairs of tiles that their operands stay close while rows pass by.
@@ -136,8 +190,9 @@ bool run_bytes(const TiledCall& c, int threads, parallel_entry entry) {
         if (2 * p + t >= w.tiles()) memset(operand, 0, tile_bytes);
         else scales[t] = byte_operands(w, 2 * p + t, read_tile_groups(w, 2 * p + t, floats), operand);
       }
-      multiply<amx::Int8>(in.data, c.rows, w.padded() / amx::CHUNK, in.row_bytes, p, count, panels, tile_bytes, [&](int64_t m, int64_t t, vf sums) {
-        put_results(c, m, t * LANES, (vf)_mm512_cvtepi32_ps((__m512i)sums) * (scales[t - 2 * p] * in.scales[m]));
+      multiply<amx::Int8>(in.data, c.rows, w.padded() / amx::CHUNK, in.row_bytes, p, count, panels, tile_bytes, [&](int64_t m, int64_t pair, vf first, vf second) {
+        const vf *own = scales + 2 * (pair - p), row = splat(in.scales[m]);
+        put_pair(c, m, pair, (vf)_mm512_cvtepi32_ps((__m512i)first) * (own[0] * row), (vf)_mm512_cvtepi32_ps((__m512i)second) * (own[1] * row));
       });
     }
   });
@@ -145,11 +200,9 @@ bool run_bytes(const TiledCall& c, int threads, parallel_entry entry) {
 }
 bool run_many(const TiledCall& c, int threads, parallel_entry entry) {
   const Tiled& w = c.weight;
-  const int64_t chunks = (2 * w.depth + amx::CHUNK - 1) / amx::CHUNK, pairs = (w.tiles() + 1) / 2;
-  const int64_t tile_bytes = w.padded() * LANES * sizeof(bf16);
-  const int64_t many = pairs_at_once(tile_bytes);
-  const char* x = padded_rows(c, chunks, threads, entry);
-  if (!x) return false;
+  const int64_t pairs = (w.tiles() + 1) / 2, tile_bytes = w.padded() * LANES * sizeof(bf16), many = pairs_at_once(tile_bytes);
+  PaddedRows x;
+  if (!pad_rows(c, threads, entry, &x)) return false;
   std::atomic<bool> failed{false};
   shared_range(entry, threads, pairs, [&](int64_t first, int64_t last) {
     float* floats = room_for_groups(w);
@@ -163,8 +216,8 @@ bool run_many(const TiledCall& c, int threads, parallel_entry entry) {
         if (2 * p + t < w.tiles()) unpack_tile(w, 2 * p + t, read_tile_groups(w, 2 * p + t, floats), (bf16*)to);
         else memset(to, 0, tile_bytes);
       }
-      multiply<amx::Bf16>(x, c.rows, chunks, chunks * amx::CHUNK, p, count, panels, tile_bytes, [&](int64_t m, int64_t t, vf sums) {
-        put_results(c, m, t * LANES, sums);
+      multiply<amx::Bf16>(x.data, c.rows, x.chunks, x.row_bytes, p, count, panels, tile_bytes, [&](int64_t m, int64_t pair, vf first, vf second) {
+        put_pair(c, m, pair, first, second);
       });
     }
   });
@@ -232,6 +285,9 @@ extern "C" int kimicore_tiled_linear(const TiledCall* c, int64_t few, int64_t so
   if (c->rows > few && c->rows <= some) return !run_some(*c, useful, entry);
 #else
   (void)some;
+#endif
+#if defined(KC_AMX)
+  if (c->rows > few && c->rows <= FUSED_ROWS) return !run_fused(*c, useful, entry);
 #endif
   return c->rows <= few ? !run_few(*c, useful, entry) : !run_many(*c, useful, entry);
 }

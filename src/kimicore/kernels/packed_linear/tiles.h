@@ -6,6 +6,7 @@
 #define KC_TILED 1
 namespace {
 constexpr int64_t LANES = 16, STEP = 8;  // outputs of a tile, columns of a step
+constexpr int STEP_HALF = 4;
 
 struct Tiled {
   const uint8_t *codes, *zeros;
@@ -78,36 +79,80 @@ template <class F> KC_INLINE void with_parts(const Tiled& w, F&& body) {
   }
 }
 
-// What a column of a tile means: lane by lane, in float32.
-template <int HAS> KC_INLINE vf meant_tile(vf codes, const TileGroups& groups, int64_t g, float zero) {
-  const vf scaled = (codes - (HAS & ZEROS ? load(groups.zeros + g * LANES) : splat(zero))) * load(groups.scales + g * LANES);
-  return HAS & OFFSETS ? scaled + load(groups.offsets + g * LANES) : scaled;
-}
-template <int AT> KC_INLINE vf column(__m512i four) {  // of the four in a step's half
-  return (vf)_mm512_cvtepi32_ps(_mm512_and_si512(_mm512_srli_epi32(four, 8 * AT), _mm512_set1_epi32(255)));
-}
-// A tile in bfloat16, pairs of columns side by side: [padded / 2][16 outputs][2], 0 behind the last column.
-template <int BITS, int HAS> void unpack_tile(const Tiled& w, int64_t t, const TileGroups& groups, bf16* to) {
-  __m512i order;  // of the results: output by output, from column by column
-  for (int i = 0; i < 16; i++) ((uint16_t*)&order)[2 * i] = (uint16_t)i, ((uint16_t*)&order)[2 * i + 1] = (uint16_t)(16 + i);
-  const uint8_t* codes = w.tile_codes(t);
-  const int64_t step = w.step_bytes();
-  const float zero = (float)w.zero;
-  int64_t g = 0, end = w.group;
-  const auto pair = [&](vf a, vf b) {
-    const __m512i columns = (__m512i)_mm512_cvtne2ps_pbh(
-        (__m512)meant_tile<HAS>(b, groups, g, zero), (__m512)meant_tile<HAS>(a, groups, g, zero));
-    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(order, columns));
-    to += 2 * LANES;
-  };
-  for (int64_t k = 0; k < w.padded(); k += STEP, codes += step) {
-    if (k >= end && k < w.depth) g++, end += w.group;
-    const Codes c = step_codes<BITS>(codes);
-    pair(column<0>(c.first), column<1>(c.first));
-    pair(column<2>(c.first), column<3>(c.first));
-    pair(column<0>(c.second), column<1>(c.second));
-    pair(column<2>(c.second), column<3>(c.second));
+// What a group's codes mean in a tile, codes less the zero that all have where there is such.
+template <int HAS> struct Meaning {
+  vf scale, zero{}, offset{};
+  Meaning(const TileGroups& groups, int64_t g) : scale(load(groups.scales + g * LANES)) {
+    if (HAS & ZEROS) zero = load(groups.zeros + g * LANES);
+    if (HAS & OFFSETS) offset = load(groups.offsets + g * LANES);
   }
+  inline vf of(vf code) const {
+    const vf scaled = (HAS & ZEROS ? code - zero : code) * scale;
+    return HAS & OFFSETS ? scaled + offset : scaled;
+  }
+};
+inline float shared_zero(const Tiled& w) { return w.zeros ? 0.f : (float)w.zero; }
+
+// Columns of a step in float32, an output a lane, less the zero that all codes have. Codes of 4 and 5 bits are looked up by the
+// lowest bits of a lane; others become the end of a significand, from which its beginning is taken away again.
+constexpr float BEGUN = 8388608.f;  // 2 to the 23rd
+struct Table {
+  vf low, high;
+};
+inline Table code_table(const Tiled& w) {
+  Table t;
+  const float zero = shared_zero(w);
+  for (int i = 0; i < W; i++) t.low[i] = w.bits > 5 ? BEGUN + zero : (float)i - zero, t.high[i] = (float)(W + i) - zero;
+  return t;
+}
+template <int BITS, int COLUMN> KC_INLINE vf column(const uint8_t* step, const Codes& c, const Table& table) {
+  constexpr int AT = COLUMN % STEP_HALF;
+  if (BITS == 4) {
+    const __m512i both = _mm512_loadu_si512(step);
+    constexpr int BY = 8 * AT + (COLUMN < STEP_HALF ? 0 : 4);
+    return (vf)_mm512_permutexvar_ps(BY ? _mm512_srli_epi32(both, BY) : both, (__m512)table.low);
+  }
+  const __m512i four = COLUMN < STEP_HALF ? c.first : c.second;
+  if (BITS == 5) return (vf)_mm512_permutex2var_ps((__m512)table.low, AT ? _mm512_srli_epi32(four, 8 * AT) : four, (__m512)table.high);
+  const __m512i from = _mm512_broadcast_i32x4(_mm_set_epi32(12 + AT, 8 + AT, 4 + AT, AT));
+  return (vf)_mm512_mask_shuffle_epi8((__m512i)splat(BEGUN), 0x1111111111111111, four, from) - table.low;
+}
+// Goes through a tile's steps, and turns each into bfloat16, pairs of columns side by side: [4][16 outputs][2].
+template <int BITS, int HAS> struct Unpacking {
+  const uint8_t* codes;
+  const TileGroups groups;
+  const Table table;
+  const int64_t group, last;
+  int64_t g = 0, left;
+  Meaning<HAS> meaning;
+  __m512i order;  // of results: output by output, from column by column
+  Unpacking(const Tiled& w, const uint8_t* codes, const TileGroups& groups)
+      : codes(codes), groups(groups), table(code_table(w)), group(w.group), last(w.groups() - 1), left(w.group), meaning(groups, 0) {
+    for (int i = 0; i < 16; i++) ((uint16_t*)&order)[2 * i] = (uint16_t)i, ((uint16_t*)&order)[2 * i + 1] = (uint16_t)(16 + i);
+  }
+  inline void pair(vf a, vf b, bf16* to) const {
+    const __m512i columns = (__m512i)_mm512_cvtne2ps_pbh((__m512)meaning.of(b), (__m512)meaning.of(a));
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(order, columns));
+  }
+  __attribute__((always_inline)) inline void step(bf16* to) {
+    if (left == 0) {  // what is behind the last column counts to its group
+      if (g < last) meaning = Meaning<HAS>(groups, ++g);
+      left = group;
+    }
+    __builtin_prefetch(codes + 2048);
+    const Codes c = BITS == 4 ? Codes{} : step_codes<BITS>(codes);
+    pair(column<BITS, 0>(codes, c, table), column<BITS, 1>(codes, c, table), to);
+    pair(column<BITS, 2>(codes, c, table), column<BITS, 3>(codes, c, table), to + 2 * LANES);
+    pair(column<BITS, 4>(codes, c, table), column<BITS, 5>(codes, c, table), to + 4 * LANES);
+    pair(column<BITS, 6>(codes, c, table), column<BITS, 7>(codes, c, table), to + 6 * LANES);
+    codes += LANES * BITS;
+    left -= STEP;
+  }
+};
+// A whole tile, [padded / 2][16 outputs][2], 0 behind the last column.
+template <int BITS, int HAS> void unpack_tile(const Tiled& w, int64_t t, const TileGroups& groups, bf16* to) {
+  Unpacking<BITS, HAS> from(w, w.tile_codes(t), groups);
+  for (int64_t k = 0; k < w.padded(); k += STEP, to += STEP * LANES) from.step(to);
   to -= (w.padded() - w.depth / 2 * 2) * LANES;
   if (w.depth % 2) {  // the last pair's second column is behind the end
     for (int i = 0; i < LANES; i++) to[2 * i + 1] = bf16{0};

@@ -10,6 +10,9 @@ Measured on 2 cores of an AVX-512 server (bfloat16 dot products, no AMX), 9 quer
 - One row of 7,000 tokens, one thread: bfloat16 0.31 ms; 64 blocks of 16 for each key-value head by tables of its own
   0.06 ms.
 
+With matrix tiles (two threads of one core of a server with AMX, the same heads, bfloat16) a prompt of 2,048 tokens
+takes 15 ms, where dot products take 50 ms; rows of one token take the same as with those.
+
 One thread of a busy machine with AVX2 and no AVX-512 (Zen 3; its time on the processor), the same heads: 256 tokens
 that see 4,000 each take float32 57 ms (40 GFLOP/s), bfloat16 51 ms; a prompt of 512 tokens 7.7 and 6.5 ms; 32 rows of
 320 cached tokens, one token each, 3.4 and 2.6 ms.

@@ -7,12 +7,11 @@
 #include <algorithm>
 #include <type_traits>
 #include "call.h"
+#include "halves.h"
 #include "unpack.h"
 
 namespace {
-constexpr int SPLIT = 256;  // keys that share one maximum
-constexpr int SUB = 64;     // keys packed at a time
-constexpr int ROWS = 96;    // query rows (tokens * grouped heads) of a task
+constexpr int ROWS = 96;  // query rows (tokens * grouped heads) of a task
 
 // PACKED: blocks before a task's own one are read from packed ones. All queries of such a task stand in one block.
 template <class T, class P, bool PACKED> struct Attention {
@@ -22,13 +21,20 @@ template <class T, class P, bool PACKED> struct Attention {
   int group, padded, depth;  // heads per kv head; dim rounded up to vectors; packed elements of a head
   int shift;                 // block_tokens = 1 << shift
   bool even_vectors;         // no vector of a packed token's channels is filled in part, or lies in both of its halves
+  bool matrix = false;       // products go by matrix tiles
 
   explicit Attention(const Call& call) : c(call), group(call.heads / call.kv_heads) {
     padded = (c.dim + W - 1) / W * W;
     depth = (c.dim + P::depth - 1) / P::depth;
     shift = __builtin_ctz((unsigned)c.block_tokens);
     even_vectors = (c.bits == 4 ? c.dim / 2 : c.dim) % (P::depth * W) == 0;
+#if defined(KC_AMX)
+    static const bool allowed = amx::allowed();
+    matrix = !wide && allowed && c.dim % KEYS_TILE == 0;
+#endif
   }
+  int tile_rows() const { return matrix ? MATRIX_ROWS : TILE_ROWS; }
+  static constexpr int tile_keys = wide ? W : KEYS_TILE;
 
   const T* block(const Task& t, int key, int which) const {
     int64_t slot = t.table[key >> shift];
@@ -88,6 +94,7 @@ template <class T, class P, bool PACKED> struct Attention {
   int lowest(int position) const { return c.window > 0 && position >= c.window ? position - c.window + 1 : 0; }
 
   Work<P> carve(int rows) const {
+    if (matrix) rows = (rows + MATRIX_ROWS - 1) / MATRIX_ROWS * MATRIX_ROWS;  // the last tile reaches over the end
     size_t q = (size_t)rows * (padded + W), k = (size_t)SUB * (padded + W), s = (size_t)rows * SPLIT;
     size_t acc = (size_t)rows * padded, few = (size_t)(rows + W) / W * W;
     float* p = (float*)scratch.need((q + 2 * k + s + 2 * acc + 4 * few) * 4);
@@ -276,6 +283,10 @@ template <class T, class P, bool PACKED> struct Attention {
   void weigh(const Task& t, const Work<P>& w, int r, int base, int low, int high, int from, int to, float* mass) const {
     float* s = w.scores + (size_t)r * SPLIT;
     const float scale = c.scale, softcap = c.softcap;
+#if defined(KC_BF16_DOT)
+    if constexpr (!wide)
+      if (softcap <= 0 && !c.bias && !mass && weigh_halves(s, scale, low, high, from, to, w.part_max[r], w.part_sum[r])) return;
+#endif
     const float* bias = c.bias ? c.bias + t.row * c.bias_stride + base : nullptr;
     vf top = splat(-INFINITY);
     for (int j = from; j < to; j += W) {
@@ -308,9 +319,37 @@ template <class T, class P, bool PACKED> struct Attention {
     w.part_sum[r] = lanes_sum(sum);
   }
 
+  void score(const Work<P>& w, int r, int m, int low, int high, int sub) const {
+    const E* q = w.q + (size_t)r * padded;
+    float* to = w.scores + (size_t)r * SPLIT + sub;
+#if defined(KC_AMX)
+    if constexpr (!wide)
+      if (matrix) return matrix_scores(q, w.keys, low, high, padded, depth, to);
+#endif
+    KC_BY_ROWS(m, score_rows<M>(q, w.keys, low, high, to));
+  }
+  void mix(const Work<P>& w, int r, int m, int low, int high, int sub) const {
+    const E* weights = (const E*)(w.scores + (size_t)r * SPLIT) + sub / P::depth;
+    float* to = w.part + (size_t)r * padded;
+#if defined(KC_AMX)
+    if constexpr (!wide)
+      if (matrix) return matrix_mix(weights, w.values, low, high, padded, to);
+#endif
+    KC_BY_ROWS(m, mix_rows<M>(weights, w.values, low, high, to));
+  }
+
   // The task's attention within the part that starts at key `base`: part [rows][padded], part_max, part_sum.
   void part(const Task& t, const Work<P>& w, int base, bool measure, float* mass, Ahead& ahead) const {
-    const int rows = (t.last - t.first) * group, last = position(t, rows - 1);
+#if defined(KC_AMX)
+    if (matrix) {
+      const amx::Tiles tiles(std::min(MATRIX_ROWS, (t.last - t.first) * group));
+      return part_of(t, w, base, measure, mass, ahead);
+    }
+#endif
+    part_of(t, w, base, measure, mass, ahead);
+  }
+  void part_of(const Task& t, const Work<P>& w, int base, bool measure, float* mass, Ahead& ahead) const {
+    const int rows = (t.last - t.first) * group, last = position(t, rows - 1), tile = tile_rows(), keys = tile_keys;
     const int low = std::max(base, lowest(t.at)), high = std::min(base + SPLIT, last + 1);
     memset(w.part, 0, sizeof(float) * rows * padded);
     auto bounds = [&](int r, int m, int& from, int& to) {  // keys that any of the rows [r, r + m) sees
@@ -321,15 +360,14 @@ template <class T, class P, bool PACKED> struct Attention {
       pack_keys(t, base + sub, std::max(low, base + sub), std::min(high, base + sub + SUB), w.keys);
       for (int r = 0, m; r < rows; r += m) {
         int from, to;
-        m = std::min(TILE_ROWS, rows - r);
+        m = std::min(tile, rows - r);
         bounds(r, m, from, to);
-        if (from >= sub + SUB || to <= sub) continue;
-        KC_BY_ROWS(m, score_rows<M>(w.q + (size_t)r * padded, w.keys, from - sub, to - sub, w.scores + (size_t)r * SPLIT + sub));
+        if (from < sub + SUB && to > sub) score(w, r, m, from - sub, to - sub, sub);
       }
     }
     for (int r = 0, m; r < rows; r += m) {
       int from, to;
-      m = std::min(TILE_ROWS, rows - r);
+      m = std::min(tile, rows - r);
       bounds(r, m, from, to);
       for (int i = r; i < r + m; i++) {
         int own_from, own_to;
@@ -341,20 +379,21 @@ template <class T, class P, bool PACKED> struct Attention {
           continue;
         }
         float* own = measure && i >= rows - group ? mass + (size_t)(i - rows + group) * c.blocks + base / c.block_tokens : nullptr;
-        weigh(t, w, i, base, own_from, own_to, std::min(from, to) / W * W, (to + W - 1) / W * W, own);
+        weigh(t, w, i, base, own_from, own_to, std::min(from, to) / keys * keys, (to + keys - 1) / keys * keys, own);
       }
     }
     for (int sub = (low - base) / SUB * SUB; base + sub < high; sub += SUB) {
-      pack_values(t, base + sub, std::max(low, base + sub), std::min(high, base + sub + SUB), w.values, ahead);
+      const int first = std::max(low, base + sub), stop = std::min(high, base + sub + SUB);
+      if (matrix && stop - first < SUB) memset((void*)w.values, 0, sizeof(E) * SUB / P::depth * padded);  // none is left out below
+      pack_values(t, base + sub, first, stop, w.values, ahead);
       for (int r = 0, m; r < rows; r += m) {
         int from, to;
-        m = std::min(TILE_ROWS, rows - r);
+        m = std::min(tile, rows - r);
         bounds(r, m, from, to);
-        from = std::max(from - sub, 0) / P::depth * P::depth;
-        to = std::min(to - sub, SUB);
-        if (from >= to) continue;
-        const E* weights = (const E*)(w.scores + (size_t)r * SPLIT) + sub / P::depth;
-        KC_BY_ROWS(m, mix_rows<M>(weights, w.values, from, to, w.part + (size_t)r * padded));
+        const int step = matrix ? KEYS_TILE : P::depth;
+        from = std::max(from - sub, 0) / step * step;
+        to = matrix ? std::min((to - sub + step - 1) / step * step, SUB) : std::min(to - sub, SUB);
+        if (from < to) mix(w, r, m, from, to, sub);
       }
     }
   }

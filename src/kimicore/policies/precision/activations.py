@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from attrs import frozen
 
@@ -10,7 +10,13 @@ from kimicore.checks import int_field
 from kimicore.errors import ConfigError
 from kimicore.policies.precision.formats import PRECISIONS
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 __all__ = ["ActivationPrecision"]
+
+Tokens = TypeVar("Tokens", int, "NDArray[np.int64]")
 
 
 @frozen
@@ -33,11 +39,19 @@ class ActivationPrecision:
                 usable = ", ".join(one.name for one in PRECISIONS.values() if one.activations)
                 raise ConfigError(f"activations: {name}={value!r}: must be one of {usable}")
 
+    def span(self, prompt_tokens: Tokens) -> tuple[int, Tokens]:
+        """Return the first position of a prompt's middle and the one behind its last; none where they cross.
+
+        ``prompt_tokens``: of one prompt, or of many as an array, whose middles then end each at its own place.
+        """
+        return self.first_tokens, prompt_tokens - self.last_tokens
+
     def place(self, position: int, prompt_tokens: int) -> Literal["first", "middle", "last"]:
         """Return the activation class of a position (from 0) of a sequence with a prompt of so many tokens."""
-        if position < self.first_tokens:
+        first, stop = self.span(prompt_tokens)
+        if position < first:
             return "first"
-        return "last" if position >= prompt_tokens - self.last_tokens else "middle"
+        return "last" if position >= stop else "middle"
 
     def at(self, position: int, prompt_tokens: int) -> str:
         """Return the precision of a position."""
