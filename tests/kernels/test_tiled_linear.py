@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kimicore.kernels.linear import native as dense
 from kimicore.kernels.packed_linear import native, reference
-from kimicore.kernels.packed_linear.crossover import ALL, Crossover, Form, measure_crossover, split
+from kimicore.kernels.packed_linear.crossover import ALL, Crossover, measure_crossover, split
 from kimicore.kernels.packed_linear.layout import CODE_BITS, PackedWeight
 from kimicore.kernels.packed_linear.tiled import TiledWeight, tiled, untiled
 from kimicore.kernels.team.native import parallel_entry
@@ -144,7 +144,7 @@ def test_crossover_is_what_is_faster() -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("kimicore.kernels.packed_linear.crossover.time.perf_counter", lambda: clock[0])
-            return measure_crossover(call, Form(8, 32))
+            return measure_crossover(call, whole_bytes=True, wide=False)
 
     assert took(6, 100) == Crossover(6, 64)
     assert took(1, 500) == Crossover(1, 64)

@@ -14,11 +14,13 @@ from torch import Tensor
 from kimicore.kernels.packed_linear.layout import PackedWeight, pack_codes
 from kimicore.kernels.packed_linear.tiled import TiledWeight, tiled
 
-__all__ = ["Crossover", "Form", "form_of", "measure_crossover", "split"]
+__all__ = ["WIDE_BLOCK", "Crossover", "measure_crossover", "split"]
 
 ALL: Final = (1 << 63) - 1
 FEW: Final = (1, 2, 3, 4, 6, 8, 16)
 SOME: Final = (8, 16, 24, 32, 64)
+WIDE_BLOCK: Final = 64
+"""Columns from which on a block counts as wide: fewer sums are scaled."""
 _OUTS, _DEPTH = 2048, 1024
 _TRIES: Final = 5
 
@@ -32,19 +34,6 @@ class Crossover:
 
     few: int
     some: int
-
-
-@frozen
-class Form:
-    """What decides over a weight's ways: whether codes are read as they lie (8 bits), and the columns of a block."""
-
-    bits: int
-    block: int
-
-
-def form_of(weight: TiledWeight) -> Form:
-    """Return the form whose crossover a weight's products go by."""
-    return Form(8 if weight.bits == 8 else 4, 64 if weight.block >= 64 else 32)
 
 
 def _least(product: Product, x: Tensor, weight: TiledWeight, ways: tuple[tuple[int, int], ...]) -> list[float]:
@@ -70,16 +59,17 @@ def split(counts: tuple[int, ...], seconds: list[list[float]], least: int) -> in
     return counts[best - 1] if best else least
 
 
-def measure_crossover(product: Product, form: Form) -> Crossover:
-    """Return for weights of a form the numbers of rows up to which the first way, and then the second, is the fastest.
+def measure_crossover(product: Product, whole_bytes: bool, wide: bool) -> Crossover:
+    """Return the numbers of rows up to which the first way, and then the second, is the fastest, in some 50 ms.
 
-    Takes some 50 ms.
+    That is for weights of 8 bits or of fewer, and with wide blocks or narrow ones.
     """
+    bits, block = 8 if whole_bytes else 4, WIDE_BLOCK if wide else WIDE_BLOCK // 2
     noise = torch.Generator().manual_seed(11)
-    codes = torch.randint(0, 1 << form.bits, (_OUTS, _DEPTH), generator=noise, dtype=torch.uint8)
-    scales = torch.rand((_OUTS, _DEPTH // form.block), generator=noise).half()
-    packed = pack_codes(codes, form.bits)
-    weight = tiled(PackedWeight(_OUTS, _DEPTH, form.bits, form.block, packed, scales, zero=1 << form.bits - 1))
+    codes = torch.randint(0, 1 << bits, (_OUTS, _DEPTH), generator=noise, dtype=torch.uint8)
+    scales = torch.rand((_OUTS, _DEPTH // block), generator=noise).half()
+    packed = pack_codes(codes, bits)
+    weight = tiled(PackedWeight(_OUTS, _DEPTH, bits, block, packed, scales, zero=1 << bits - 1))
     x = torch.randn((max(*FEW, *SOME), _DEPTH), generator=noise).to(torch.bfloat16)
 
     def seconds(counts: tuple[int, ...], *ways: tuple[int, int]) -> list[list[float]]:

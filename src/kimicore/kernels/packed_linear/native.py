@@ -25,7 +25,7 @@ from torch import Tensor
 from kimicore.kernels.build import load_library
 from kimicore.kernels.ops import ArrangeOp, PackedLinearOp, PackedRowsOp
 from kimicore.kernels.packed_linear import reference
-from kimicore.kernels.packed_linear.crossover import Crossover, Form, form_of, measure_crossover
+from kimicore.kernels.packed_linear.crossover import WIDE_BLOCK, Crossover, measure_crossover
 from kimicore.kernels.packed_linear.layout import PackedWeight
 from kimicore.kernels.packed_linear.tiled import TiledWeight, tiled, untiled
 from kimicore.kernels.team.native import parallel_entry
@@ -81,22 +81,21 @@ def load(dtype: torch.dtype, ways: Crossover | None = None) -> tuple[PackedLinea
     if dtype != torch.bfloat16 or _tiles() is None:
         return by_rows, reason
     by_tiles = _tiled_product(_tiles().kimicore_tiled_linear, parallel)
-    measured: dict[Form, Crossover] = {}
+    measured: dict[tuple[bool, bool], Crossover] = {}
 
-    def crossover(form: Form) -> Crossover:
-        if form not in measured:
-            measured[form] = measure_crossover(
-                lambda x, weight, few, some: by_tiles(x, weight, None, None, few, some), form
-            )
-        return measured[form]
+    def measure(x: Tensor, weight: TiledWeight, few: int, some: int) -> Tensor:
+        return by_tiles(x, weight, None, None, few, some)
 
     def packed_linear(
         x: Tensor, weight: PackedWeight | TiledWeight, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        if isinstance(weight, TiledWeight):
-            own = ways or crossover(form_of(weight))
-            return by_tiles(x, weight, bias, out, own.few, own.some)
-        return by_rows(x, weight, bias, out)
+        if not isinstance(weight, TiledWeight):
+            return by_rows(x, weight, bias, out)
+        form = (weight.bits == 8, weight.block >= WIDE_BLOCK)
+        own = ways or measured.get(form)
+        if own is None:
+            own = measured[form] = measure_crossover(measure, *form)
+        return by_tiles(x, weight, bias, out, own.few, own.some)
 
     return packed_linear, f"{reason}; by bytes for few rows, by the unpacked weight for many"
 
