@@ -299,11 +299,11 @@ def test_smaller_groups_are_told_or_refused(policy: str, setting: str, inputs: i
     ("name", "precision"), [("none", "bfloat16"), ("uniform-int4", "int4"), ("uniform-int8", "int8")]
 )
 def test_short_names(name: str, precision: str) -> None:
-    """A short name is a uniform map; settings beside it go before what it means."""
+    """A short name is a uniform map; settings that it does not mean are set beside it."""
     found = resolved_by(policy_named(name), MODEL)
     assert {one.precision for one in found.modules if len(one.module.shape) == 2} == {precision}
     assert name in map_names()
-    assert policy_named(name, {"weights": "float16"}).weights == "float16"
+    assert policy_named(name, {"vectors": "float16"}).vectors == "float16"
 
 
 @pytest.mark.parametrize("weights", list(PRECISIONS))

@@ -34,9 +34,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--damping", type=float, default=0.01, help="steadies error compensation (default 0.01)")
     parser.add_argument("--no-act-order", action="store_true", help="round columns in their own order")
     parser.add_argument("--ladder", action="store_true", help="verify, and climb to finer precisions until it passes")
-    parser.add_argument("--prompts", type=int, default=100, metavar="N", help="of that verifying (default 100)")
+    parser.add_argument("--prompts", type=int, metavar="N", help="of that verifying (default 100)")
     parser.add_argument(
-        "--steps-down", type=int, default=2, metavar="N", help="smaller maps tried after the first pass (default 2)"
+        "--steps-down", type=int, metavar="N", help="smaller maps tried after the first pass (default 2)"
     )
     parser.add_argument(
         "--keep-failed", action="store_true", help="write what the ladder ends with whether it passes or not"
@@ -56,6 +56,14 @@ def run(options: argparse.Namespace) -> int:
     policy = policy_named(options.map, settings)
     if options.threads is not None and options.threads < 1:
         raise ConfigError(f"--threads={options.threads}: must be at least 1")
+    given = {
+        "--prompts": options.prompts,
+        "--steps-down": options.steps_down,
+        "--keep-failed": options.keep_failed or None,
+    }
+    for name, value in given.items():
+        if value is not None and not options.ladder:
+            raise ConfigError(f"{name}: goes with --ladder")
     import torch
 
     from kimicore.model.load import open_source
@@ -95,7 +103,7 @@ def _show(made: Quantized, found: ResolvedMap, how: QuantizeSettings) -> None:
 def _climb(options: argparse.Namespace, found: ResolvedMap, how: QuantizeSettings, progress: Progress) -> int:
     """Quantize with the ladder and return 0 where the model is quantizable, else 1."""
     from kimicore.quantize.judge import Judge
-    from kimicore.quantize.ladder import LEAST_SHARE, Rung, climb
+    from kimicore.quantize.ladder import LEAST_SHARE, STEPS_DOWN, Rung, check_climb, climb
 
     def told(rung: Rung) -> None:
         progress.clear()
@@ -106,7 +114,10 @@ def _climb(options: argparse.Namespace, found: ResolvedMap, how: QuantizeSetting
             flush=True,
         )
 
-    with Judge(options.model, prompts=options.prompts, threads=options.threads, progress=progress) as judge:
+    prompts = 100 if options.prompts is None else options.prompts
+    steps_down = STEPS_DOWN if options.steps_down is None else options.steps_down
+    check_climb(options.model, options.out, steps_down, options.overwrite)
+    with Judge(options.model, prompts=prompts, threads=options.threads, progress=progress) as judge:
         end = climb(
             options.model,
             options.out,
@@ -115,7 +126,7 @@ def _climb(options: argparse.Namespace, found: ResolvedMap, how: QuantizeSetting
             how,
             overwrite=options.overwrite,
             keep_failed=options.keep_failed,
-            steps_down=options.steps_down,
+            steps_down=steps_down,
             progress=progress,
             told=told,
         )

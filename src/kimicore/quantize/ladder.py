@@ -28,7 +28,7 @@ from kimicore.quantize.sensitivity import measure_costs
 from kimicore.text.tokenizer import Tokenizer
 from kimicore.verify.report import REPORT_FILE, Report
 
-__all__ = ["LEAST_SHARE", "STEPS_DOWN", "Climbed", "Rung", "climb"]
+__all__ = ["LEAST_SHARE", "STEPS_DOWN", "Climbed", "Rung", "check_climb", "climb"]
 
 Progress = Callable[[str, int, int], None]
 Judge = Callable[[Path], Report]
@@ -110,10 +110,7 @@ def climb(
     Raises what :func:`~kimicore.quantize.run.quantize_model` and the judge do, and :class:`~kimicore.ConfigError` for
     ``steps_down`` not from 0 to 16 and a ".ladder" folder that holds anything else, before any work.
     """
-    integer("steps_down", steps_down, 0, 16, ConfigError)
-    target = check_target(Path(out).expanduser(), overwrite)
-    source = open_source(model)
-    check_apart(source, target)
+    source, target = check_climb(model, out, steps_down, overwrite)
     work = _Climb.begin(source, target, judge, settings or QuantizeSettings(), progress, told)
     try:
         kept = work.search(found, steps_down)
@@ -124,6 +121,20 @@ def climb(
         return end
     finally:
         work.clear(*(_OWN - {"attempt.partial"}))
+
+
+def check_climb(
+    model: str | os.PathLike[str], out: str | os.PathLike[str], steps_down: int, overwrite: bool
+) -> tuple[WeightSource, Path]:
+    """Return the model's source and the folder to write, before a judge is made, which takes long.
+
+    Raises :class:`~kimicore.ConfigError` as :func:`climb` does, and :class:`~kimicore.ModelLoadError`.
+    """
+    integer("steps_down", steps_down, 0, 16, ConfigError)
+    target = check_target(Path(out).expanduser(), overwrite)
+    source = open_source(model)
+    check_apart(source, target)
+    return source, target
 
 
 @frozen

@@ -34,11 +34,16 @@ def map_names() -> tuple[str, ...]:
 
 
 def policy_named(name: str, settings: Mapping[str, Any] | None = None) -> Any:
-    """Return the precision policy of a name, short ones included; ``settings`` go before what a short name means.
+    """Return the precision policy of a name, short ones included, with ``settings``.
 
-    Raises what :func:`kimicore.plugins.resolve` does.
+    Raises what :func:`kimicore.plugins.resolve` does, and :class:`~kimicore.ConfigError` for a setting that is not what
+    a short name means.
     """
     policy, meant = SHORT_NAMES.get(name, (name, {}))
+    for key, value in (settings or {}).items():
+        if meant.get(key, value) != value:
+            own = f"precision={name!r} means {policy!r} with {key}={meant[key]!r}"
+            raise ConfigError(f"{own}, but {key}={value!r} is set; name {policy!r}")
     return resolve("precision", policy, {**meant, **(settings or {})})
 
 
