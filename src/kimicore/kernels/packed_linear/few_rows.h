@@ -22,8 +22,8 @@ struct Inputs {
 // Whole blocks, and an odd number of cache lines: the same columns of all rows are in one cache together.
 inline int64_t input_row_bytes(const Tiled& w) { return (std::max(w.blocks() * w.block, w.padded()) + 63) / 64 * 64 / 128 * 128 + 64; }
 inline int64_t input_bytes(const Tiled& w, int64_t rows) {
-  constexpr int64_t TALL = 16;  // tiles of rows reach over the end
-  return (2 * rows + TALL) * input_row_bytes(w) + 12 * rows * w.blocks();
+  const int64_t over = rows / 16 + 1;  // tiles of rows reach over the end, by less than a row for each
+  return (2 * rows + over) * input_row_bytes(w) + 12 * rows * w.blocks();
 }
 inline Inputs inputs_at(const Tiled& w, int64_t rows, char* to) {
   const int64_t bytes = rows * input_row_bytes(w), count = rows * w.blocks();
