@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -76,6 +77,7 @@ def quality(options: argparse.Namespace, chosen: Sequence[Variant], rows: dict[s
             else:
                 choice = evolve(one.choice, dtype=options.quality_dtype)
                 rows[one.name] |= told(scorer.score_model(choice)[0], options.quality_dtype)
+            print(json.dumps(rows[one.name]), file=sys.stderr, flush=True)  # a long run may be cut off
 
 
 def told(measured: Measured, dtype: str) -> dict[str, Any]:
